@@ -1,0 +1,64 @@
+"""Beanie plumbing: the model registry and the connection."""
+
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from beanie import Document, init_beanie
+from pymongo import AsyncMongoClient
+from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
+
+from agentrl_runtime.errors import AgentRLError
+
+ModelT = TypeVar("ModelT", bound=type[Document])
+_registry: dict[str, type[Document]] = {}
+
+
+def now() -> datetime:
+    """The client's clock, in UTC and cut to the millisecond that MongoDB keeps."""
+    moment = datetime.now(UTC)
+    return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+
+
+def register_new_model(model: ModelT) -> ModelT:
+    """Class decorator: makes a document class known to `init_databases`.
+
+    Raises AgentRLError when another class of that name is registered already.
+    """
+    known = _registry.get(model.__name__)
+    if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
+        raise AgentRLError(
+            f"two document classes are called {model.__name__}: {known.__module__} and {model.__module__}",
+            mend="rename one: the name is stored with each document",
+        )
+    _registry[model.__name__] = model
+    return model
+
+
+async def init_databases(mongo_uri: str) -> AsyncMongoClient:
+    """Connect, create the indexes of every registered model, and return the client (close it when done).
+
+    The database is the URI's path, `agentrl` when it has none. Raises AgentRLError when the server is
+    unreachable or refuses the credentials; the password is in no message.
+    """
+    client: AsyncMongoClient = AsyncMongoClient(
+        mongo_uri, tz_aware=True, serverSelectionTimeoutMS=8000, maxPoolSize=16, appname="agentrl"
+    )
+    address = mongo_uri.rsplit("@", 1)[-1].split("?", 1)[0].removeprefix("mongodb://")
+    try:
+        database = client.get_default_database("agentrl")
+        await init_beanie(database=database, document_models=list(_registry.values()))
+    except OperationFailure as error:
+        await client.close()
+        if error.code in {13, 18}:
+            raise AgentRLError(
+                f"MongoDB at {address} refused the user or password", mend="check AGENTRL_MONGO_URI"
+            ) from None
+        raise
+    except (ConfigurationError, PyMongoError) as error:
+        await client.close()
+        reason = str(error).split(",", 1)[0]
+        raise AgentRLError(
+            f"MongoDB at {address} cannot be reached: {reason}",
+            mend="run `agentrl up`, or check AGENTRL_MONGO_URI; `agentrl doctor` tells more",
+        ) from None
+    return client

@@ -1,0 +1,121 @@
+"""Locks that expire and counters that only grow, shared by every process of a run."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+
+from beanie import Document
+from pymongo.errors import DuplicateKeyError
+
+from agentrl_runtime.databases.base import now, register_new_model
+from agentrl_runtime.errors import AgentRLError
+
+
+class LockLost(AgentRLError):
+    """The lease ran out and another holder has it."""
+
+
+@register_new_model
+class DistributedLock(Document):
+    """A lease: whoever's `token` is stored holds it until `expires`. `fence` grows with every holder."""
+
+    id: str
+    token: str
+    holder: str
+    expires: datetime
+    fence: int
+
+    class Settings:
+        name = "locks"
+
+
+@register_new_model
+class DistributedCounter(Document):
+    id: str
+    value: int = 0
+
+    class Settings:
+        name = "counters"
+
+
+async def add_to_counter(name: str, amount: int = 1) -> None:
+    """Add atomically, creating the counter at zero when it is not there."""
+    await DistributedCounter.get_pymongo_collection().update_one(
+        {"_id": name}, {"$inc": {"value": amount}}, upsert=True
+    )
+
+
+async def read_counter(name: str) -> int:
+    found = await DistributedCounter.get(name)
+    return found.value if found else 0
+
+
+class Lease:
+    """A held lock; `fence` is its fencing token. `lost` is set when a renewal finds another holder."""
+
+    def __init__(self, name: str, token: str, fence: int) -> None:
+        self.name, self.token, self.fence = name, token, fence
+        self.lost = asyncio.Event()
+
+    def check(self) -> None:
+        """Raise LockLost when the lease is no longer ours."""
+        if self.lost.is_set():
+            raise LockLost(f"lock {self.name} was taken over by another process", mend="stop one of the two")
+
+
+async def _try_take(name: str, token: str, holder: str, ttl: float) -> int | None:
+    locks = DistributedLock.get_pymongo_collection()
+    expires = now() + timedelta(seconds=ttl)
+    try:
+        await locks.insert_one({"_id": name, "token": token, "holder": holder, "expires": expires, "fence": 1})
+        return 1
+    except DuplicateKeyError:
+        await locks.update_one(
+            {"_id": name, "expires": {"$lt": now()}},
+            {"$set": {"token": token, "holder": holder, "expires": expires}, "$inc": {"fence": 1}},
+        )
+    found = await locks.find_one({"_id": name})
+    return int(found["fence"]) if found and found["token"] == token else None
+
+
+@contextlib.asynccontextmanager
+async def hold_lock(name: str, *, holder: str, ttl: float = 15.0, wait: float = 30.0) -> AsyncIterator[Lease]:
+    """Hold the lock, renewing it three times per `ttl` seconds; a dead holder blocks for `ttl` at most.
+
+    Raises AgentRLError when another holder keeps it for `wait` seconds.
+    """
+    token = uuid.uuid4().hex
+    deadline = asyncio.get_running_loop().time() + wait
+    while (fence := await _try_take(name, token, holder, ttl)) is None:
+        if asyncio.get_running_loop().time() > deadline:
+            other = await DistributedLock.get(name)
+            raise AgentRLError(
+                f"{name} is held by {other.holder if other else 'another process'}",
+                mend="wait for it to end or stop it; a dead holder's lock is free within a minute",
+            )
+        await asyncio.sleep(min(1.0, ttl / 5))
+    lease = Lease(name, token, fence)
+    renewal = asyncio.create_task(_renew(lease, ttl))
+    try:
+        yield lease
+    finally:
+        renewal.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await renewal
+        # Expire it rather than delete it: the fence must go on growing.
+        await DistributedLock.get_pymongo_collection().update_one(
+            {"_id": name, "token": token}, {"$set": {"expires": datetime.fromtimestamp(0, tz=now().tzinfo)}}
+        )
+
+
+async def _renew(lease: Lease, ttl: float) -> None:
+    locks = DistributedLock.get_pymongo_collection()
+    while not lease.lost.is_set():
+        await asyncio.sleep(ttl / 3)
+        result = await locks.update_one(
+            {"_id": lease.name, "token": lease.token}, {"$set": {"expires": now() + timedelta(seconds=ttl)}}
+        )
+        if result.matched_count == 0:
+            lease.lost.set()
