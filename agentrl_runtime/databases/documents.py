@@ -62,7 +62,10 @@ class Task(Document):
     class Settings:
         name = "tasks"
         is_root = True
-        indexes = [IndexModel([("dataset", ASCENDING), ("line", ASCENDING)])]
+        indexes = [
+            IndexModel([("dataset", ASCENDING), ("line", ASCENDING)]),
+            IndexModel([("dataset", ASCENDING), ("task_key", ASCENDING)]),
+        ]
 
     def prompt_messages(self) -> list[dict[str, Any]]:
         return self.messages or [{"role": "user", "content": self.query}]
@@ -205,7 +208,7 @@ class Shard(Document):
     id: str  # sha256 of the Parquet bytes
     run_id: str
     batch_id: str
-    seq: int | None  # place in the run's stream; None: trained only when named
+    seq: int | None  # place in the run's stream, from 1 without gaps; None: not in the stream
     filter_spec: dict[str, Any]
     filter_digest: str
     code_revision: str
@@ -222,6 +225,12 @@ class Shard(Document):
         indexes = [
             IndexModel(
                 [("run_id", ASCENDING), ("seq", ASCENDING)],
+                unique=True,
+                partialFilterExpression={"seq": {"$type": "int"}},
+            ),
+            # One shard of a batch is in the stream: a batch can never be trained twice.
+            IndexModel(
+                [("run_id", ASCENDING), ("batch_id", ASCENDING)],
                 unique=True,
                 partialFilterExpression={"seq": {"$type": "int"}},
             ),
@@ -281,6 +290,7 @@ class StepLedger(Document):
     start: int
     stop: int
     optimizer_step: bool
+    left_out: list[LeftOut] = Field(default_factory=list)  # rows of the range that were not trained, and why
     metrics: dict[str, float]
     created: datetime = Field(default_factory=now)
 

@@ -62,6 +62,13 @@ class ObjectStore:
         except (S3Error, urllib3.exceptions.HTTPError, OSError) as error:
             raise self._problem(error) from None
 
+    def check_writable(self) -> None:
+        """Put one small object; AgentRLError says why it cannot be stored."""
+        try:
+            self._client.put_object(self.bucket, "probe", io.BytesIO(b"ok"), 2)
+        except (S3Error, urllib3.exceptions.HTTPError, OSError) as error:
+            raise self._problem(error) from None
+
     def put(self, data: bytes) -> str:
         """Store bytes, return their SHA-256; nothing is sent when they are there already."""
         digest = hashlib.sha256(data).hexdigest()

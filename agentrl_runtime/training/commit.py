@@ -1,0 +1,210 @@
+"""Publishing policy versions: files first, then the ledger, and the version's document last.
+
+Inserting the PolicyVersion is the commit. Ledger entries behind the last committed version belong to work that
+was lost with its process; they are removed at the next start, and the work is done again from the version's
+position. So no row is trained twice and none is skipped, whenever a process dies.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet
+from pymongo.errors import BulkWriteError, DuplicateKeyError
+
+from agentrl_runtime.configs import AgentTrainingConfig
+from agentrl_runtime.databases import (
+    DistributedLock,
+    FileDigest,
+    Lease,
+    PolicyVersion,
+    Run,
+    StepLedger,
+    StreamPosition,
+    now,
+)
+from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.ids import version_id
+from agentrl_runtime.runs import code_revision
+from agentrl_runtime.storage import ObjectStore
+from agentrl_runtime.training.checkpoint import side_files, weight_files
+from agentrl_runtime.training.policies import ResolvedModel, latest_version, model_files
+
+_UPLOADS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class VersionDraft:
+    """A policy version that is ready but for its files and the commit."""
+
+    number: int
+    parent: str | None
+    first_step: int
+    last_step: int
+    position: StreamPosition
+    metrics: dict[str, float]
+    seconds: float
+    final: bool
+
+
+class AnotherTrainer(AgentRLError):
+    """Another process committed this run's next version or steps: this one must not go on."""
+
+
+async def recover(run_id: str) -> PolicyVersion | None:
+    """The latest committed version, after removing ledger entries that no version covers."""
+    latest = await latest_version(run_id)
+    last_step = latest.last_step if latest is not None else 0
+    await StepLedger.get_pymongo_collection().delete_many({"run_id": run_id, "number": {"$gt": last_step}})
+    return latest
+
+
+async def commit_root(
+    run: Run, config: AgentTrainingConfig, start: ResolvedModel, tokenizer: Path, store: ObjectStore, lease: Lease
+) -> PolicyVersion:
+    """Version 0: the model that the run starts from, and the tokenizer files of the folder `tokenizer`.
+
+    Content that the store has is not sent again; a parent version's files are not even read.
+    """
+    if start.version is not None and tokenizer == start.folder:
+        files = model_files(start.version)
+    else:
+        sides = {path.name: path for path in side_files(start.folder)}
+        if tokenizer != start.folder:
+            sides |= {path.name: path for path in side_files(tokenizer) if path.name not in _OF_THE_MODEL}
+        files = await upload([*weight_files(start.folder), *sides.values()], store)
+    draft = VersionDraft(
+        number=0,
+        parent=start.version.id if start.version else None,
+        first_step=0,
+        last_step=0,
+        position=StreamPosition(),
+        metrics={},
+        seconds=0.0,
+        final=False,
+    )
+    origin = "" if start.version else config.model_name_or_path
+    return await _insert_version(run, draft, files, None, [], lease, origin)
+
+
+#: Files that a tokenizer folder must not replace.
+_OF_THE_MODEL = frozenset({"config.json", "generation_config.json"})
+
+
+async def commit_version(
+    run: Run,
+    draft: VersionDraft,
+    folder: Path,
+    steps: Sequence[StepLedger],
+    statistics: pa.Table,
+    store: ObjectStore,
+    lease: Lease,
+) -> PolicyVersion:
+    """Publish the files of `folder` with the steps that made them.
+
+    Raises LockLost or AnotherTrainer, and leaves nothing committed, when another trainer took over.
+    """
+    files, statistics_sha256 = await asyncio.gather(
+        upload(sorted(folder.iterdir()), store), asyncio.to_thread(store.put, _parquet(statistics))
+    )
+    return await _insert_version(run, draft, files, statistics_sha256, steps, lease, "")
+
+
+async def upload(paths: Sequence[Path], store: ObjectStore) -> list[FileDigest]:
+    """Store files by content, several at a time; the digests come in the order of the paths."""
+    gate = asyncio.Semaphore(_UPLOADS_AT_ONCE)
+
+    async def one(path: Path) -> FileDigest:
+        async with gate:
+            digest, size = await asyncio.to_thread(store.put_file, path)
+        return FileDigest(name=path.name, sha256=digest, size=size)
+
+    return list(await asyncio.gather(*(one(path) for path in paths)))
+
+
+async def _insert_version(
+    run: Run,
+    draft: VersionDraft,
+    files: list[FileDigest],
+    statistics_sha256: str | None,
+    steps: Sequence[StepLedger],
+    lease: Lease,
+    origin: str,
+) -> PolicyVersion:
+    version = PolicyVersion(
+        id=version_id(run.id, draft.number),
+        run_id=run.id,
+        number=draft.number,
+        parent=draft.parent,
+        origin=origin,
+        first_step=draft.first_step,
+        last_step=draft.last_step,
+        shard_ids=list(dict.fromkeys(step.shard_id for step in steps)),
+        position=draft.position,
+        config_digest=run.config_digest,
+        code_revision=code_revision(),
+        files=files,
+        statistics_sha256=statistics_sha256,
+        metrics=draft.metrics,
+        seconds=draft.seconds,
+        final=draft.final,
+    )
+    lease.check()
+    try:
+        if steps:
+            # One document alone goes in first: of two trainers that commit the same steps, one stops here.
+            await StepLedger.insert_many(list(steps), ordered=True)
+        lease.check()
+        await version.insert()
+    except (DuplicateKeyError, BulkWriteError) as error:
+        if isinstance(error, BulkWriteError) and any(e.get("code") != 11000 for e in error.details["writeErrors"]):
+            raise
+        raise AnotherTrainer(
+            f"{version.id} or its steps exist already: another trainer commits to run {run.id}",
+            mend="leave one trainer running; this one committed nothing and stops",
+        ) from None
+    return version
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue())
+
+
+# --- the holder of the trainer's lock -------------------------------------------------------------------
+
+
+def holder_name() -> str:
+    """`host:pid:start`, which tells on the same machine whether the holder is still there."""
+    pid = os.getpid()
+    return f"{socket.gethostname()}:{pid}:{psutil.Process(pid).create_time():.2f}"
+
+
+async def free_dead_holder(lock: str) -> None:
+    """Let the lock expire now when its holder ran on this machine and is gone: no waiting after a kill.
+
+    A wrong verdict (machines that share a name) is harmless: the loser finds its lease lost before it commits.
+    """
+    found = await DistributedLock.get(lock)
+    if found is None or found.holder.count(":") != 2:
+        return
+    host, pid, started = found.holder.split(":")
+    if host != socket.gethostname() or _is_alive(int(pid), float(started)):
+        return
+    await DistributedLock.get_pymongo_collection().update_one(
+        {"_id": lock, "token": found.token}, {"$set": {"expires": now().replace(year=2000)}}
+    )
+
+
+def _is_alive(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
