@@ -12,5 +12,7 @@ from agentrl_pipelines.resources import Stores
 def defs() -> dg.Definitions:
     return dg.Definitions.merge(
         dg.load_from_defs_folder(path_within_project=Path(__file__).parent),
-        dg.Definitions(jobs=[rollout_loop, training_loop], resources={"stores": Stores()}, executor=dg.in_process_executor),
+        dg.Definitions(
+            jobs=[rollout_loop, training_loop], resources={"stores": Stores()}, executor=dg.in_process_executor
+        ),
     )

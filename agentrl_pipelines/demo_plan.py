@@ -47,7 +47,7 @@ class DemoPlan:
     run_id: str  # of the reinforcement run
     seed: int
     continued: bool
-    #: Each stage's config is made when it is its turn: the second starts from the last version of the first.
+    #: (run id, its config when it is not there yet). The second run waits for the last version of the first.
     stages: list[tuple[str, Callable[[], AgentTrainingConfig]]]
     family: str | None  # the family of held-out tasks that decides, None: all of them
 
@@ -74,7 +74,7 @@ def _same(run: Run, options: DemoOptions) -> bool:
         return False
     if options.model and Path(config["model_name_or_path"]) != options.model.resolve():
         return False
-    return not options.tasks or Path(config["train_file"]).stem.startswith(options.tasks.stem)
+    return not options.tasks or options.tasks.stem in Path(config["train_file"]).stem
 
 
 def _unfinished(runs: list[Run], options: DemoOptions) -> bool:

@@ -1,5 +1,6 @@
 """What a run has done so far, read from the database, and lines about it for the terminal."""
 
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -8,6 +9,9 @@ from typing import Any
 from pymongo.database import Database
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from agentrl_runtime.local.endpoints import home
+from agentrl_runtime.processes import last_lines
 
 #: Without a terminal, a line at least this often: silence looks like a hang.
 HEARTBEAT_S = 10.0
@@ -69,9 +73,7 @@ def version_rows(db: Database[dict[str, Any]], run_id: str, after: int = -1) -> 
 
 def what_happens(db: Database[dict[str, Any]], run_id: str) -> str:
     """One line on what the run is at, for the moments in which no version appears."""
-    newest = list(
-        db["trajectory_batches"].find({"run_id": run_id}, {"status": 1, "expected_records": 1, "started": 1})
-    )
+    newest = list(db["trajectory_batches"].find({"run_id": run_id}, {"status": 1, "expected_records": 1, "started": 1}))
     services = [
         f"server {service['status']}" + (f" ({service['reason']})" if service.get("reason") else "")
         for service in db["inference_services"].find({"run_id": run_id}, {"status": 1, "reason": 1})
@@ -82,18 +84,14 @@ def what_happens(db: Database[dict[str, Any]], run_id: str) -> str:
     for batch in sampling[:2]:
         waiting = db["records"].count_documents({"batch_id": batch["_id"], "status": {"$in": ["queued", "leased"]}})
         parts.append(f"{batch['_id']} {batch['expected_records'] - waiting}/{batch['expected_records']} records")
-    return ", ".join(parts) or "its processes are starting"
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return ", ".join(parts) or ("training" if logged_step(run_id) else "its processes are starting")
 
 
 def describe(row: VersionRow) -> str:
     parts = [f"{row.version}  step {row.step}"]
     if row.reward is not None:
         parts.append(f"reward {row.reward:.3f}")
-    if row.staleness is not None:
+    if row.reward is not None and row.staleness is not None:
         parts.append(f"staleness {row.staleness:.2f}")
     parts.append(f"{row.seconds:.1f} s")
     if row.accuracy is not None:
@@ -143,3 +141,9 @@ class Terminal:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def logged_step(run_id: str) -> int:
+    """The newest step in the trainer's log: between two versions only the log knows it. 0 when there is none."""
+    found = re.findall(rf"{re.escape(run_id)}\.s(\d+) ", last_lines(home() / "logs" / run_id / "training.log", 40))
+    return int(found[-1]) if found else 0

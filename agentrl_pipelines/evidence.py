@@ -105,7 +105,7 @@ async def the(document: Any, key: str, what: str) -> Any:
 
 
 async def batch_evidence(batch: TrajectoryBatch) -> BatchEvidence:
-    records = await Record.find(Record.batch_id == batch.id).to_list()
+    records = await Record.find(Record.batch_id == batch.id, with_children=True).to_list()
     statuses: dict[str, int] = {}
     groups: dict[str, list[float]] = {}
     for record in records:
@@ -113,9 +113,7 @@ async def batch_evidence(batch: TrajectoryBatch) -> BatchEvidence:
         if record.score is not None:
             groups.setdefault(record.task_id, []).append(record.score)
     scored = sorted((record for record in records if record.score is not None), key=lambda r: (r.score, r.id))
-    best, worst = await asyncio.gather(
-        _lines(list(reversed(scored[-TABLE_ROWS:]))), _lines(scored[:TABLE_ROWS])
-    )
+    best, worst = await asyncio.gather(_lines(list(reversed(scored[-TABLE_ROWS:]))), _lines(scored[:TABLE_ROWS]))
     calls = output_tokens = broken = 0
     sampled_by: dict[str, int] = {}
     fields = {"output_ids": 1, "output_logprobs": 1, "tokens_sha256": 1, "weight_spans": 1, "status": 1}
@@ -148,7 +146,10 @@ async def batch_evidence(batch: TrajectoryBatch) -> BatchEvidence:
 
 
 async def _lines(records: list[Record]) -> list[RecordLine]:
-    tasks = {task.id: task for task in await Task.find({"_id": {"$in": [r.task_id for r in records]}}, with_children=True).to_list()}
+    tasks = {
+        task.id: task
+        for task in await Task.find({"_id": {"$in": [r.task_id for r in records]}}, with_children=True).to_list()
+    }
     last_calls = [record.call_ids[-1] for record in records if record.call_ids]
     cursor = DispatchedSamplingTask.get_pymongo_collection().find({"_id": {"$in": last_calls}}, {"text": 1})
     replies = {call["_id"]: call["text"] async for call in cursor}
@@ -193,7 +194,7 @@ async def shard_evidence(shard: Shard, store: ObjectStore) -> ShardEvidence:
     rows = zip(columns["sample_id"], columns["call_ids"], columns["input_ids"], columns["loss_mask"], strict=True)
     for sample_id, call_ids, input_ids, loss_mask in rows:
         inline = [calls[call] for call in call_ids if call in calls and not calls[call].get("tokens_sha256")]
-        if not call_ids or len(inline) < len(call_ids) and all(call in calls for call in call_ids):
+        if not call_ids or (len(inline) < len(call_ids) and all(call in calls for call in call_ids)):
             continue  # a demonstration has no calls; large calls keep their tokens in the object store
         checked += 1
         if len(inline) < len(call_ids) or not all(_call_is_in(call, input_ids, loss_mask) for call in inline):
@@ -218,12 +219,16 @@ def _call_is_in(call: dict[str, Any], input_ids: list[int], loss_mask: list[int]
 async def version_evidence(version: PolicyVersion) -> VersionEvidence:
     run = await the(Run, version.run_id, "run")
     steps = await StepLedger.find(StepLedger.version_id == version.id).sort("number").to_list()
-    return VersionEvidence(version=version, run=run, steps=steps, rewards=await reward_curve(version.run_id, version.number))
+    return VersionEvidence(
+        version=version, run=run, steps=steps, rewards=await reward_curve(version.run_id, version.number)
+    )
 
 
 async def reward_curve(run_id: str, up_to: int | None = None) -> list[tuple[float, float]]:
     """(version number, mean score of the batches it trained on) of each version up to `up_to`."""
-    versions = await PolicyVersion.get_pymongo_collection().find({"run_id": run_id}, {"number": 1, "shard_ids": 1}).to_list()
+    versions = (
+        await PolicyVersion.get_pymongo_collection().find({"run_id": run_id}, {"number": 1, "shard_ids": 1}).to_list()
+    )
     wanted = sorted((v["number"], v["shard_ids"]) for v in versions if up_to is None or v["number"] <= up_to)
     batch_of = {
         shard["_id"]: shard["batch_id"]
@@ -251,7 +256,7 @@ async def accuracy_curve(run_id: str, up_to: int | None = None) -> list[tuple[fl
 
 async def eval_evidence(report: EvalReport) -> EvalEvidence:
     number = int(report.version_id.rsplit(".v", 1)[-1])
-    records = await Record.find(Record.batch_id == report.id).to_list()
+    records = await Record.find(Record.batch_id == report.id, with_children=True).to_list()
     scored = sorted((record for record in records if record.score is not None), key=lambda r: (r.score, r.id))
     return EvalEvidence(
         report=report,

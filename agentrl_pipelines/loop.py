@@ -13,11 +13,11 @@ import dagster as dg
 from pymongo.errors import PyMongoError
 
 from agentrl_pipelines.liveness import FAILED_TAG, Role, process_tags
-from agentrl_pipelines.reporting import Emit, report_all, report_rollouts, report_training
+from agentrl_pipelines.reporting import Emit, emitter, report_all, report_rollouts, report_training
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.connections import open_stores
 from agentrl_runtime.local.endpoints import home
-from agentrl_runtime.processes import ProcessTree
+from agentrl_runtime.processes import ProcessTree, last_lines
 from agentrl_runtime.runs import config_of, get_run, set_run_state
 from agentrl_runtime.storage import ObjectStore
 
@@ -29,15 +29,6 @@ Reporter = Callable[[str, ObjectStore, dg.DagsterInstance, Emit], Awaitable[list
 
 class LoopConfig(dg.Config):
     run_id: str
-
-
-def tail(path: Path, lines: int = _LOG_LINES) -> str:
-    """The last lines of a log file, reading at most its last 64 KB."""
-    if not path.exists():
-        return f"({path} was not written)"
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 16)))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def log_path_of(run_id: str, name: str) -> Path:
@@ -76,7 +67,7 @@ def supervise(
             context.log.info(f"{role} process {tree.pid} of run {run_id} writes {log_path}")
             try:
                 code = _follow(
-                    context, tree, lambda: runner.run(_report(report, run_id, store, instance, context.log_event))
+                    context, tree, lambda: runner.run(_report(report, run_id, store, instance, emitter(context)))
                 )
             except BaseException:
                 if _cancelled_by_user(context):
@@ -90,7 +81,7 @@ def supervise(
     if code != 0:
         instance.add_run_tags(context.run_id, {FAILED_TAG: f"exit {code}"})
         raise dg.Failure(
-            f"the {role} process of run {run_id} ended with exit code {code}:\n{tail(log_path)}",
+            f"the {role} process of run {run_id} ended with exit code {code}:\n{last_lines(log_path, _LOG_LINES)}",
             metadata={"log": dg.MetadataValue.path(str(log_path)), "exit_code": code},
         )
 

@@ -84,7 +84,10 @@ def check_shard(evidence: ShardEvidence) -> list[Finding]:
 
 def check_version(evidence: VersionEvidence) -> list[Finding]:
     bad = sorted(
-        f"{step.id}: {name}" for step in evidence.steps for name, value in step.metrics.items() if not math.isfinite(value)
+        f"{step.id}: {name}"
+        for step in evidence.steps
+        for name, value in step.metrics.items()
+        if not math.isfinite(value)
     )
     bad += sorted(name for name, value in evidence.version.metrics.items() if not math.isfinite(value))
     stale = max((step.metrics.get("staleness_max", 0.0) for step in evidence.steps), default=0.0)

@@ -82,5 +82,5 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = type(quantised)(config)
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

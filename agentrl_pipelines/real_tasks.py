@@ -29,10 +29,10 @@ class TaskFiles:
 
 def _entries(family: str, count: int, seed: int, unlike: set[str]) -> list[dict[str, Any]]:
     """Distinct questions of the family, none of them in `unlike`."""
-    import reasoning_gym
+    from importlib import import_module
 
     found: dict[str, dict[str, Any]] = {}
-    data = reasoning_gym.create_dataset(family, seed=seed, size=count * 40, **_FAMILIES[family])
+    data = import_module("reasoning_gym").create_dataset(family, seed=seed, size=count * 40, **_FAMILIES[family])
     for entry in data:
         if entry["question"] not in unlike:
             found.setdefault(entry["question"], entry)
@@ -49,7 +49,7 @@ def _task(family: str, entry: dict[str, Any]) -> dict[str, Any]:
         "query": f"{question}\n{_INSTRUCTION}",
         "answer": entry["answer"],
         "scorer": "reasoning_gym",
-        "extra": {"source_dataset": family, "metadata": entry["metadata"]},
+        "extra": {"dataset": family, "entry": entry},
     }
 
 

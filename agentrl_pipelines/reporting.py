@@ -34,6 +34,16 @@ from agentrl_runtime.storage import ObjectStore
 AssetEvent = dg.AssetMaterialization | dg.AssetCheckEvaluation
 Emit = Callable[[AssetEvent], None]
 
+
+def emitter(context: dg.OpExecutionContext | dg.AssetExecutionContext) -> Emit:
+    """Log events to the context's run; it takes check evaluations too, though its type does not say so."""
+
+    def emit(event: AssetEvent) -> None:
+        context.log_event(event)  # type: ignore[arg-type]
+
+    return emit
+
+
 SEVERITIES = {"error": dg.AssetCheckSeverity.ERROR, "warn": dg.AssetCheckSeverity.WARN}
 
 

@@ -22,6 +22,7 @@ from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.processes import ProcessTree, start_tree
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+GROUPS = ("loop", "serving")
 _START_S = 120.0
 
 
@@ -89,6 +90,11 @@ class DagsterServer:
                 self._socket.unlink(missing_ok=True)
             self._start(name)
         return dead
+
+    @property
+    def graph(self) -> str:
+        """Address of the asset graph with its groups opened."""
+        return f"{self.url}/asset-groups?expanded=" + quote(",".join(f"global@global:{name}" for name in GROUPS))
 
     def link(self, asset: str, partition: str | None = None) -> str:
         """Address of an asset's page in the UI, at a partition when one is given."""

@@ -13,6 +13,9 @@ from pymongo.errors import PyMongoError
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.local.endpoints import resolve_endpoints
 
+#: Reason of a running run that somebody trains by hand: no sensor starts its loops meanwhile.
+BY_HAND = "trained by hand"
+
 
 @lru_cache(maxsize=2)
 def _client(mongo_uri: str) -> MongoClient[dict[str, Any]]:
@@ -32,7 +35,7 @@ def database() -> Iterator[Database[dict[str, Any]]]:
 
 def running_runs(db: Database[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs in state running: id, stage and creation time, oldest first."""
-    found = db["runs"].find({"state": "running"}, {"config.stage": 1, "created": 1})
+    found = db["runs"].find({"state": "running", "reason": {"$ne": BY_HAND}}, {"config.stage": 1, "created": 1})
     return sorted(
         ({"id": run["_id"], "stage": run["config"]["stage"], "created": run["created"]} for run in found),
         key=lambda run: (run["created"], run["id"]),

@@ -119,7 +119,9 @@ class AgentTrainingConfig(BaseSettings):
     )
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
+    def settings_customise_sources(
+        cls, settings_cls: Any, init_settings: Any, env_settings: Any, dotenv_settings: Any, file_secret_settings: Any
+    ) -> tuple[Any, ...]:
         """Only explicit values: an environment variable such as SEED must not change an experiment."""
         return (init_settings,)
 

@@ -1,8 +1,9 @@
-"""The guardian of one process tree: `python guard.py --grace S [--keep-without-parent] -- COMMAND...`
+"""The guardian of one process tree: `python guard.py --parent PID [--grace S] [--keep-without-parent] -- COMMAND...`
 
 It runs the command, adopts whatever the command's children leave behind, and ends the whole tree (TERM,
-grace, KILL) when it is told to, when its parent dies, or when the command ends. It imports nothing but the
-standard library, so that it starts in milliseconds.
+grace, KILL) when it is told to, when its parent dies, or when the command ends. It exits with the command's
+code, 128 + n when signal n ended it. It imports nothing but the standard library, so that it starts in
+milliseconds.
 """
 
 import argparse
@@ -14,56 +15,87 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_WATCHED = {signal.SIGCHLD, *_ENDINGS}
+
+
+class Guardian:
+    """Starts one command and outlives it and all that it started."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        # Orphans of the tree, also those in sessions of their own, become our children.
+        self.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Blocked signals wait until sigtimedwait takes them: none is lost between two looks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        self.own_pid = os.getpid()
+        self.child = subprocess.Popen(command, preexec_fn=self._in_child).pid
+        self.code: int | None = None
+
+    def _in_child(self) -> None:
+        # The command dies with its guardian even when the guardian is killed outright.
+        self.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self.own_pid:
+            os._exit(128 + signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+
+    def watch(self, parent: int | None) -> None:
+        """Return when the command has ended, an ending signal has come, or `parent` has died."""
+        # The parent is polled: PDEATHSIG would fire when the *thread* that started us ends, which happens in
+        # every thread pool.
+        while self.code is None and (parent is None or os.getppid() == parent):
+            received = signal.sigtimedwait(_WATCHED, 0.2)
+            self.reap()
+            if received is not None and received.si_signo in _ENDINGS:
+                return
+
+    def reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self.child:
+                    self.code = os.waitstatus_to_exitcode(status)
+
+    def end_tree(self, grace: float) -> None:
+        """TERM to everything below this process, then KILL to what is left after `grace` seconds."""
+        _send(descendants(self.own_pid), signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while left := descendants(self.own_pid):
+            if time.monotonic() >= deadline:
+                _send(left, signal.SIGKILL)
+            time.sleep(0.05)
+            self.reap()
+        self.reap()
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of everything below `root`, read from /proc."""
-    parents: dict[int, list[int]] = {}
+    """Process ids of everything alive below `root`, read from /proc."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError):
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
     found: list[int] = []
     waiting = [root]
     while waiting:
-        for child in parents.get(waiting.pop(), []):
-            found.append(child)
-            waiting.append(child)
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
     return found
 
 
-def _signal_all(pids: list[int], number: int) -> None:
+def _send(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def end_tree(grace: float) -> None:
-    """TERM to every descendant of this process, then KILL to what is left after `grace` seconds."""
-    _signal_all(descendants(os.getpid()), signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while time.monotonic() < deadline:
-        _reap()
-        if not descendants(os.getpid()):
-            return
-        time.sleep(0.05)
-    while left := descendants(os.getpid()):
-        _signal_all(left, signal.SIGKILL)
-        time.sleep(0.05)
-        _reap()
 
 
 def main() -> int:
@@ -74,40 +106,18 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    asked: list[int] = []
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, ask)
-
-    def child_setup() -> None:
-        # The command dies with its guardian even when the guardian is killed outright.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for default in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(default, signal.SIG_DFL)
-
     try:
-        child = subprocess.Popen(command, preexec_fn=child_setup)
+        guardian = Guardian(command)
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    # The parent is polled, not only signalled: PDEATHSIG fires when the *thread* that started us ends,
-    # which happens in every thread pool.
-    orphaned = False
-    while child.poll() is None and not asked and not orphaned:
-        time.sleep(0.1)
-        orphaned = not options.keep_without_parent and os.getppid() != options.parent
-    code = child.returncode
-    end_tree(options.grace)
-    if code is None:
-        code = child.poll()
-    return 128 - code if code is not None and code < 0 else (code if code is not None else 143)
+    guardian.watch(None if options.keep_without_parent else options.parent)
+    guardian.end_tree(options.grace)
+    code = guardian.code if guardian.code is not None else -signal.SIGKILL
+    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not sys.exit: nothing is left to clean up, and the interpreter must not wait for the child again.
+    sys.stderr.flush()
+    os._exit(main())

@@ -89,3 +89,7 @@ def _progress_bar(file: Path, quiet: bool) -> "Iterator[Progress | None]":
     with Bar(console=Console(stderr=True), transient=True) as bar:
         line = bar.add_task(file.name, total=None)
         yield lambda read, total: bar.update(line, completed=read, total=total)
+
+
+def register(parent: typer.Typer) -> None:
+    parent.add_typer(app)

@@ -1,13 +1,22 @@
 """Beanie plumbing: the model registry and the connection."""
 
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from beanie import Document, init_beanie
+import beanie
+from beanie import init_beanie
 from pymongo import AsyncMongoClient
 from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
 
 from agentrl_runtime.errors import AgentRLError
+
+if TYPE_CHECKING:
+
+    class Document(beanie.Document):
+        id: Any  # our ids are strings, which Beanie takes but does not declare
+
+else:
+    Document = beanie.Document
 
 ModelT = TypeVar("ModelT", bound=type[Document])
 _registry: dict[str, type[Document]] = {}

@@ -6,10 +6,9 @@ import uuid
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
 
-from beanie import Document
 from pymongo.errors import DuplicateKeyError
 
-from agentrl_runtime.databases.base import now, register_new_model
+from agentrl_runtime.databases.base import Document, now, register_new_model
 from agentrl_runtime.errors import AgentRLError
 
 

@@ -3,11 +3,10 @@
 from datetime import datetime
 from typing import Any, Literal
 
-from beanie import Document
 from pydantic import BaseModel, Field
 from pymongo import ASCENDING, IndexModel
 
-from agentrl_runtime.databases.base import now, register_new_model
+from agentrl_runtime.databases.base import Document, now, register_new_model
 
 Split = Literal["train", "eval"]
 
@@ -45,7 +44,7 @@ class LeftOut(BaseModel):
 class Task(Document):
     """One thing to attempt. Subclass and decorate with `@register_new_model` for fields of your own."""
 
-    id: str  # task_<24 hex>, from dataset and content
+    id: str = ""  # task_<24 hex>, from dataset and content; the scheduler fills an empty one
     dataset: str = ""
     task_key: str = ""  # the id in the task file
     query: str = ""
@@ -62,10 +61,7 @@ class Task(Document):
     class Settings:
         name = "tasks"
         is_root = True
-        indexes = [
-            IndexModel([("dataset", ASCENDING), ("line", ASCENDING)]),
-            IndexModel([("dataset", ASCENDING), ("task_key", ASCENDING)]),
-        ]
+        indexes = [IndexModel([("dataset", ASCENDING), ("line", ASCENDING)])]
 
     def prompt_messages(self) -> list[dict[str, Any]]:
         return self.messages or [{"role": "user", "content": self.query}]
@@ -153,6 +149,7 @@ class Record(Document):
     call_ids: list[str] = Field(default_factory=list)
     lease_token: str | None = None
     lease_expires: datetime | None = None
+    last_token: str | None = None  # the lease that wrote the outcome
     fence: int = 0  # counts leases: a writer whose fence is older is refused
     tries: int = 0
     created: datetime = Field(default_factory=now)

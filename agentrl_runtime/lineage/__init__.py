@@ -1,0 +1,1 @@
+"""Lineage: from every trained token to its dataset line, and to every checkpoint it touched."""

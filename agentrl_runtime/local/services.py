@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -20,11 +21,14 @@ from typing import Any
 
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.local.endpoints import Endpoints, public_address, read_state, state_file
-from agentrl_runtime.processes import ProcessTree, kill_tree, last_lines, start_tree, started_at
+from agentrl_runtime.processes import ProcessTree, guardians, kill_tree, last_lines, start_tree, started_at
 
 _MIN_FREE_BYTES = 2 << 30
 _USER = "agentrl"
+_REFUSALS = {13, 18}  # Unauthorized, AuthenticationFailed
 _START_SECONDS = 60.0
+_ANSWER_SECONDS = 15.0
+_STOP_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,13 @@ def up(folder: Path) -> Endpoints:
     """
     with _owner(folder):
         state = read_state(folder)
-        mongo = os.environ.get("AGENTRL_MONGO_URI") or _ensure_mongo(folder, state)
-        s3 = os.environ.get("AGENTRL_S3_URL") or _ensure_s3(folder, state)
-    _probe_mongo(mongo)
-    _probe_s3(s3)
-    return Endpoints(mongo_uri=mongo, s3_url=s3)
+        mongo, s3 = os.environ.get("AGENTRL_MONGO_URI"), os.environ.get("AGENTRL_S3_URL")
+        # What the environment names is tried first: with a wrong address nothing is started.
+        if mongo:
+            _probe_mongo(mongo)
+        if s3:
+            _probe_s3(s3)
+        return Endpoints(mongo or _ensure_mongo(folder, state), s3 or _ensure_s3(folder, state))
 
 
 def down(folder: Path) -> list[str]:
@@ -60,8 +66,13 @@ def down(folder: Path) -> list[str]:
     with _owner(folder):
         state = read_state(folder)
         for name in ("s3", "mongo"):
-            if _alive(state.get(name, {})):
-                _stop(state[name])
+            recorded = state.get(name, {})
+            running = {recorded["pid"]} if _alive(recorded) else set()
+            # Also one whose `up` was killed before it could be recorded.
+            running |= set(guardians(folder, f"service-{name}"))
+            for pid in running:
+                _stop(pid)
+            if running:
                 stopped.append(name)
     return stopped
 
@@ -123,16 +134,40 @@ def _alive(service: dict[str, Any]) -> bool:
     if not pid:
         return False
     started = started_at(pid)
-    return started is not None and abs(started - service["started"]) < 2.0
+    return started is not None and started == service["started"]
 
 
-def _stop(service: dict[str, Any]) -> None:
-    os.kill(service["pid"], 15)
-    deadline = time.monotonic() + 25
-    while _alive(service) and time.monotonic() < deadline:
+def _answers(service: dict[str, Any], name: str, probe: Callable[[str], None]) -> bool:
+    """Whether the recorded server is there and answers; False when it has to be started.
+
+    A server that was killed a moment ago still has its guardian, so a silent one is looked at until it is
+    gone. Raises AgentRLError when it stays but does not answer.
+    """
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while _alive(service):
+        try:
+            probe(service["url"])
+            return True
+        except AgentRLError as error:
+            if time.monotonic() > deadline:
+                raise AgentRLError(
+                    f"the embedded {name} server (process {service['pid']}) runs but does not answer: {error.what}",
+                    mend="run `agentrl down`, then `agentrl up`",
+                ) from None
         time.sleep(0.1)
-    if _alive(service):
-        kill_tree(service["pid"])
+    return False
+
+
+def _stop(pid: int) -> None:
+    """TERM to a guardian, which ends its server in its own grace, then KILL."""
+    began = started_at(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_SECONDS + 5
+    while began is not None and started_at(pid) == began and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if began is not None and started_at(pid) == began:
+        kill_tree(pid)
 
 
 def _check_free(folder: Path) -> None:
@@ -144,38 +179,51 @@ def _check_free(folder: Path) -> None:
         )
 
 
-def _free_port(wanted: str | None, variable: str) -> int:
+def _port(variable: str, before: int | None) -> int:
+    """The port that the variable names, else the one of last time, so that clients find it again, else a free one."""
+    wanted = os.environ.get(variable)
+    if wanted:
+        if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
+            raise AgentRLError(f"{variable}={wanted} is no port number", mend="use one from 1024 to 65535")
+        if not _is_free(int(wanted)):
+            raise AgentRLError(f"port {wanted} of {variable} is in use", mend=f"choose another, or unset {variable}")
+        return int(wanted)
+    return before if before and _is_free(before) else _free_block(1)
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
+        # As the servers do it: connections of a server that has just ended do not hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", int(wanted) if wanted else 0))
-        except (OSError, ValueError, OverflowError):
-            raise AgentRLError(
-                f"port {wanted} of {variable} is in use or no port", mend=f"choose another, or unset {variable}"
-            ) from None
-        return int(probe.getsockname()[1])
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def _free_block(count: int) -> int:
     """The first of `count` free ports in a row, below the range that outgoing connections take."""
     for _ in range(200):
         base = 12000 + secrets.randbelow(16000)
-        try:
-            for offset in range(count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", base + offset))
+        if all(_is_free(base + offset) for offset in range(count)):
             return base
-        except OSError:
-            continue
     raise AgentRLError("no free block of ports between 12000 and 28000", mend="stop what holds them")
 
 
-def _launch(folder: Path, name: str, argv: list[str], env: dict[str, str] | None = None) -> ProcessTree:
+def _launch(
+    folder: Path, name: str, argv: list[str], env: dict[str, str] | None = None, *, outlives_us: bool = True
+) -> ProcessTree:
+    for pid in guardians(folder, f"service-{name}"):
+        # The `up` that started it was killed before it could record it; the data has room for one server.
+        _stop(pid)
     return start_tree(
         argv,
         name=f"service-{name}",
         log_path=folder / "logs" / f"{name}.log",
-        env={**os.environ, **(env or {})},
-        owner_pid_death_kills=False,
+        env={**os.environ, **(env or {}), "AGENTRL_HOME": str(folder)},
+        grace_s=_STOP_SECONDS,
+        owner_pid_death_kills=not outlives_us,
     )
 
 
@@ -186,7 +234,7 @@ def _wait(tree: ProcessTree, name: str, ready: Callable[[], None]) -> None:
         if tree.poll() is not None:
             raise AgentRLError(
                 f"the embedded {name} server ended at start:\n{last_lines(tree.log_path, 8)}",
-                mend=f"see {tree.log_path}; `agentrl doctor` tells more",
+                mend=f"read {tree.log_path}; `agentrl doctor` tells more",
             )
         try:
             ready()
@@ -195,28 +243,34 @@ def _wait(tree: ProcessTree, name: str, ready: Callable[[], None]) -> None:
             problem = error.what
         time.sleep(0.2)
     tree.stop()
-    raise AgentRLError(f"the embedded {name} server did not answer in {_START_SECONDS:.0f} s: {problem}")
+    raise AgentRLError(
+        f"the embedded {name} server did not answer in {_START_SECONDS:.0f} s: {problem}", mend=f"read {tree.log_path}"
+    )
 
 
 def _ensure_mongo(folder: Path, state: dict[str, Any]) -> str:
     service = state.get("mongo", {})
-    if _alive(service):
+    if _answers(service, "MongoDB-protocol", _probe_mongo):
         return str(service["url"])
     _check_free(folder)
     _require("secantus", "the embedded MongoDB-protocol server")
+    port = _port("AGENTRL_MONGO_PORT", service.get("port"))
     password = service.get("password") or secrets.token_urlsafe(24)
     data = folder / "mongo"
     data.mkdir(mode=0o700, exist_ok=True)
     if not service.get("user_made"):
         # With --auth there is no exception for the first user: make it on a server without.
-        port = _free_port(None, "")
-        tree = _launch(folder, "mongo", _mongo_argv(port, data))
+        bare_port = _free_block(1)
+        tree = _launch(folder, "mongo", _mongo_argv(bare_port, data), outlives_us=False)
         try:
-            _wait(tree, "MongoDB-protocol", lambda: _make_user(port, password))
+            _wait(tree, "MongoDB-protocol", lambda: _make_user(bare_port, password))
         finally:
             tree.stop()
-    port = _free_port(os.environ.get("AGENTRL_MONGO_PORT"), "AGENTRL_MONGO_PORT")
-    url = f"mongodb://{_USER}:{password}@127.0.0.1:{port}/agentrl?directConnection=true&authSource=admin"
+        state["mongo"] = {"password": password, "user_made": True}
+        _save(folder, state)
+    # Without the journal a write that was acknowledged less than 100 ms before a kill is lost.
+    options = "directConnection=true&authSource=admin&journal=true"
+    url = f"mongodb://{_USER}:{password}@127.0.0.1:{port}/agentrl?{options}"
     tree = _launch(folder, "mongo", [*_mongo_argv(port, data), "--auth"])
     state["mongo"] = {**_process(tree), "port": port, "password": password, "user_made": True, "url": url}
     _save(folder, state)
@@ -236,6 +290,7 @@ def _make_user(port: int, password: str) -> None:
     from pymongo.errors import OperationFailure, PyMongoError
 
     try:
+        client: pymongo.MongoClient[dict[str, Any]]
         with pymongo.MongoClient(
             f"mongodb://127.0.0.1:{port}/?directConnection=true", serverSelectionTimeoutMS=500
         ) as client:
@@ -250,14 +305,14 @@ def _make_user(port: int, password: str) -> None:
 
 def _ensure_s3(folder: Path, state: dict[str, Any]) -> str:
     service = state.get("s3", {})
-    if _alive(service):
+    if _answers(service, "S3", _probe_s3):
         return str(service["url"])
     _check_free(folder)
     access, secret = service.get("access") or secrets.token_hex(10), service.get("secret") or secrets.token_hex(20)
     data = folder / "s3"
     data.mkdir(mode=0o700, exist_ok=True)
     base = _free_block(9)
-    port = _free_port(os.environ.get("AGENTRL_S3_PORT"), "AGENTRL_S3_PORT")
+    port = _port("AGENTRL_S3_PORT", service.get("port"))
     url = f"minio://{access}:{secret}@127.0.0.1:{port}/agentrl?secure=false"
     tree = _launch(
         folder,
@@ -289,7 +344,7 @@ def _s3_argv(data: Path, port: int, base: int) -> list[str]:
 
 
 def _process(tree: ProcessTree) -> dict[str, Any]:
-    return {"pid": tree.pid, "started": started_at(tree.pid) or time.time()}
+    return {"pid": tree.pid, "started": started_at(tree.pid)}
 
 
 def _require(module: str, what: str) -> None:
@@ -306,15 +361,22 @@ def _probe_mongo(url: str) -> None:
 
     address = public_address(url)
     try:
+        client: pymongo.MongoClient[dict[str, Any]]
         with pymongo.MongoClient(url, serverSelectionTimeoutMS=4000) as client:
             client.get_default_database("agentrl").command("ping")
             client.get_default_database("agentrl").list_collection_names()
-    except OperationFailure:
+    except OperationFailure as error:
+        if error.code not in _REFUSALS:
+            raise AgentRLError(f"MongoDB at {address} answers with an error: {error}", mend="read its log") from None
         raise AgentRLError(
             f"MongoDB at {address} refused the user or password", mend="check AGENTRL_MONGO_URI"
         ) from None
-    except (InvalidURI, ConfigurationError) as error:
-        raise AgentRLError(f"AGENTRL_MONGO_URI is no MongoDB URI: {error}", mend="mongodb://host:port/db") from None
+    except (InvalidURI, ConfigurationError, ValueError):
+        # The driver's words may quote a piece of the password.
+        raise AgentRLError(
+            "AGENTRL_MONGO_URI is no MongoDB URI",
+            mend="use mongodb://user:password@host:port/database, with special characters as %XX",
+        ) from None
     except PyMongoError:
         raise AgentRLError(
             f"MongoDB at {address} cannot be reached", mend="run `agentrl up`, or check AGENTRL_MONGO_URI"

@@ -173,7 +173,7 @@ def _names_unless_known(scorer: str) -> str | None:
     """None for a scorer that exists, else the names that do."""
     from agentrl_runtime.rollout.scorers import SCORERS
 
-    return None if scorer.split(":", 1)[0] in SCORERS else ", ".join(sorted(SCORERS))
+    return None if scorer in SCORERS else ", ".join(sorted(SCORERS))
 
 
 def _good_chunks(
@@ -185,23 +185,23 @@ def _good_chunks(
 
 
 async def _refuse_changed_tasks(path: Path, dataset: str) -> None:
-    chunks = _good_chunks(path, hashlib.sha256(), None)
-    while chunk := await asyncio.to_thread(next, chunks, None):
-        keys = {item.key: (line, item) for line, item in chunk if item.key is not None}
-        cursor = Task.get_pymongo_collection().find(
-            {"dataset": dataset, "task_key": {"$in": list(keys)}}, {"task_key": 1, "source": 1}
-        )
-        async for stored in cursor:
-            line, item = keys[stored["task_key"]]
-            new = task_id(dataset, item)
-            if stored["_id"] != new:
-                source = stored.get("source") or {}
-                raise AgentRLError(
-                    f"{path}, line {line}: id {item.key!r} is in dataset {dataset} with other content "
-                    f"({stored['_id']} from {source.get('file', 'no file')} line {source.get('line', '?')}; "
-                    f"this line would be {new})",
-                    mend="give the changed task another id, or import the file under another --dataset name",
-                )
+    """Hold the file's ids against those of the dataset, which is read once and streamed."""
+
+    def keys_of_file() -> dict[str, tuple[int, str]]:
+        chunks = _good_chunks(path, hashlib.sha256(), None)
+        return {i.key: (line, task_id(dataset, i)) for chunk in chunks for line, i in chunk if i.key is not None}
+
+    keys = await asyncio.to_thread(keys_of_file)
+    async for stored in Task.get_pymongo_collection().find({"dataset": dataset}, {"task_key": 1, "source": 1}):
+        line, new = keys.get(stored["task_key"], (0, ""))
+        if new and stored["_id"] != new:
+            source = stored.get("source") or {}
+            raise AgentRLError(
+                f"{path}, line {line}: id {stored['task_key']!r} is in dataset {dataset} with other content "
+                f"({stored['_id']} from {source.get('file', 'no file')} line {source.get('line', '?')}; "
+                f"this line would be {new})",
+                mend="give the changed task another id, or import the file under another --dataset name",
+            )
 
 
 async def _insert_tasks(

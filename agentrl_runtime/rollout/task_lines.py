@@ -174,10 +174,8 @@ def _text(value: dict[str, Any], field: str) -> str | None:
 def _scorer(name: str | None, known_scorer: Callable[[str], str | None]) -> str | None:
     if name is None:
         return None
-    if not re.fullmatch(r"[^:\s]+(:.*)?", name, re.DOTALL):
-        raise BadLine("scorer", f"{name[:40]!r} is no scorer's name", "write NAME or NAME:ARGUMENT")
     if (names := known_scorer(name)) is not None:
-        raise BadLine("scorer", f"there is no scorer {name.split(':', 1)[0][:40]!r}", f"use one of {names}")
+        raise BadLine("scorer", f"there is no scorer {name[:40]!r}", f"use one of {names}")
     return name
 
 

@@ -1,5 +1,6 @@
 """Token arrays of a model call: inline in its document up to 64 KB, else in the object store."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.storage.objects import ObjectStore
 
 INLINE_BYTES = 64 * 1024
+#: A document holds 16 MB; arrays grow about twofold when stored as documents.
+MOST_INLINE_BYTES = 6 << 20
 _MAGIC = b"agentrl-tokens-1"
 
 
@@ -30,6 +33,10 @@ def pack_tokens(
             mend="ask the server for the logprob of every sampled token (return_logprob)",
         )
     size = 4 * (len(prompt_ids) + len(output_ids)) + 8 * len(output_logprobs)
+    if not enable_oss and size > MOST_INLINE_BYTES:
+        raise AgentRLError(
+            f"the tokens of a call have {size >> 20} MB, more than a document holds", mend="set enable_oss"
+        )
     if size <= INLINE_BYTES or not enable_oss:
         return {
             "prompt_ids": list(prompt_ids),
@@ -47,6 +54,40 @@ def pack_tokens(
         )
     )
     return {"prompt_ids": None, "output_ids": None, "output_logprobs": None, "tokens_sha256": store.put(body)}
+
+
+def pack_messages(store: ObjectStore, messages: list[dict[str, Any]], enable_oss: bool) -> dict[str, Any]:
+    """The messages of a call for its `request`: inline up to 64 KB, else as JSON under `messages_sha256`.
+
+    Half surrogates, which no store takes, become U+FFFD. Blocks while they go to the object store. Raises
+    AgentRLError when they are larger than a document may be and `enable_oss` is False.
+    """
+    clean = _storable(messages)
+    body = json.dumps(clean, ensure_ascii=False, default=str).encode()
+    if len(body) <= INLINE_BYTES:
+        return {"messages": clean}
+    if enable_oss:
+        return {"messages_sha256": store.put(body)}
+    if len(body) > MOST_INLINE_BYTES:
+        raise AgentRLError(
+            f"the messages of a call have {len(body) >> 20} MB, more than a document holds", mend="set enable_oss"
+        )
+    return {"messages": clean}
+
+
+def unpack_messages(store: ObjectStore, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a call's `request`; blocks while reading from the object store."""
+    digest = request.get("messages_sha256")
+    found: list[dict[str, Any]] = json.loads(store.get(digest)) if digest else request.get("messages") or []
+    return found
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_storable(name): _storable(item) for name, item in value.items()}
+    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def unpack_tokens(store: ObjectStore, call: Any) -> tuple[list[int], list[int], list[float]]:

@@ -57,7 +57,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / MODEL_FILE).is_file():
         return [folder / MODEL_FILE]
     raise AgentRLError(
-        f"model folder {folder} has no {MODEL_FILE}", mend="save the model with save_pretrained, which writes safetensors"
+        f"model folder {folder} has no {MODEL_FILE}",
+        mend="save the model with save_pretrained, which writes safetensors",
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet
 from pymongo.errors import BulkWriteError, DuplicateKeyError
@@ -22,6 +21,7 @@ from agentrl_runtime.databases import (
     DistributedLock,
     FileDigest,
     Lease,
+    LeftOut,
     PolicyVersion,
     Run,
     StepLedger,
@@ -30,9 +30,14 @@ from agentrl_runtime.databases import (
 )
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import version_id
+from agentrl_runtime.processes import started_at
 from agentrl_runtime.runs import code_revision
 from agentrl_runtime.storage import ObjectStore
 from agentrl_runtime.training.checkpoint import side_files, weight_files
+from agentrl_runtime.training.datasets import FIRST_SEQ
+from agentrl_runtime.training.learner import STATISTICS, StepResult
+from agentrl_runtime.training.messages import Learn
+from agentrl_runtime.training.packing import TrainingSequence
 from agentrl_runtime.training.policies import ResolvedModel, latest_version, model_files
 
 _UPLOADS_AT_ONCE = 8
@@ -83,36 +88,26 @@ async def commit_root(
         parent=start.version.id if start.version else None,
         first_step=0,
         last_step=0,
-        position=StreamPosition(),
+        position=StreamPosition(seq=FIRST_SEQ),
         metrics={},
         seconds=0.0,
         final=False,
     )
     origin = "" if start.version else config.model_name_or_path
-    return await _insert_version(run, draft, files, None, [], lease, origin)
+    return await insert_version(run, draft, files, None, [], lease, origin=origin)
 
 
 #: Files that a tokenizer folder must not replace.
 _OF_THE_MODEL = frozenset({"config.json", "generation_config.json"})
 
 
-async def commit_version(
-    run: Run,
-    draft: VersionDraft,
-    folder: Path,
-    steps: Sequence[StepLedger],
-    statistics: pa.Table,
-    store: ObjectStore,
-    lease: Lease,
-) -> PolicyVersion:
-    """Publish the files of `folder` with the steps that made them.
-
-    Raises LockLost or AnotherTrainer, and leaves nothing committed, when another trainer took over.
-    """
-    files, statistics_sha256 = await asyncio.gather(
-        upload(sorted(folder.iterdir()), store), asyncio.to_thread(store.put, _parquet(statistics))
+async def store_files(folder: Path, statistics: Sequence[pa.Table], store: ObjectStore) -> tuple[list[FileDigest], str]:
+    """Send the files of a version and its row statistics; nothing refers to them yet."""
+    table = pa.concat_tables([STATISTICS_SCHEMA.empty_table(), *statistics])
+    files, digest = await asyncio.gather(
+        upload(sorted(folder.iterdir()), store), asyncio.to_thread(store.put, _parquet(table))
     )
-    return await _insert_version(run, draft, files, statistics_sha256, steps, lease, "")
+    return files, digest
 
 
 async def upload(paths: Sequence[Path], store: ObjectStore) -> list[FileDigest]:
@@ -127,15 +122,20 @@ async def upload(paths: Sequence[Path], store: ObjectStore) -> list[FileDigest]:
     return list(await asyncio.gather(*(one(path) for path in paths)))
 
 
-async def _insert_version(
+async def insert_version(
     run: Run,
     draft: VersionDraft,
     files: list[FileDigest],
     statistics_sha256: str | None,
     steps: Sequence[StepLedger],
     lease: Lease,
-    origin: str,
+    *,
+    origin: str = "",
 ) -> PolicyVersion:
+    """The commit: the ledger entries of the version's steps, then the version itself.
+
+    Raises LockLost or AnotherTrainer, with no version inserted, when another trainer took over.
+    """
     version = PolicyVersion(
         id=version_id(run.id, draft.number),
         run_id=run.id,
@@ -157,7 +157,7 @@ async def _insert_version(
     lease.check()
     try:
         if steps:
-            # One document alone goes in first: of two trainers that commit the same steps, one stops here.
+            # In order: of two trainers that commit the same steps, one stops at the first of them.
             await StepLedger.insert_many(list(steps), ordered=True)
         lease.check()
         await version.insert()
@@ -169,6 +169,51 @@ async def _insert_version(
             mend="leave one trainer running; this one committed nothing and stops",
         ) from None
     return version
+
+
+#: One line for each row of each step: what training did with it, or why it was left out.
+STATISTICS_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("shard_id", pa.string()),
+        ("row", pa.int64()),
+        ("sample_id", pa.string()),
+        ("record_id", pa.string()),
+        ("advantage", pa.float64()),
+        *((name, pa.float32()) for name in STATISTICS),
+        ("left_out", pa.string()),
+    ]
+)
+
+
+def statistics_table(
+    number: int,
+    message: Learn,
+    sequences: Sequence[TrainingSequence],
+    left_out: Sequence[LeftOut],
+    result: StepResult | None,
+) -> pa.Table:
+    """The lines of one step, in the order of its rows."""
+    trained = {sequence.row: line for line, sequence in enumerate(sequences)}
+    reasons = {entry.record_id: entry.reason for entry in left_out}
+    values = result.statistics.tolist() if result is not None else []
+    blank = [None] * len(STATISTICS)
+    lines = [values[trained[row]] if row in trained and values else blank for row in message.numbers]
+    columns = {name: message.rows[name].to_pylist() for name in ("sample_id", "record_id", "advantage")}
+    return pa.table(
+        {
+            "step": [number] * len(lines),
+            "shard_id": [message.shard_id] * len(lines),
+            "row": message.numbers,
+            **columns,
+            **{name: [line[column] for line in lines] for column, name in enumerate(STATISTICS)},
+            "left_out": [
+                None if row in trained else reasons[record]
+                for row, record in zip(message.numbers, columns["record_id"], strict=True)
+            ],
+        },
+        schema=STATISTICS_SCHEMA,
+    )
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -183,7 +228,7 @@ def _parquet(table: pa.Table) -> bytes:
 def holder_name() -> str:
     """`host:pid:start`, which tells on the same machine whether the holder is still there."""
     pid = os.getpid()
-    return f"{socket.gethostname()}:{pid}:{psutil.Process(pid).create_time():.2f}"
+    return f"{socket.gethostname()}:{pid}:{started_at(pid) or 0.0:.2f}"
 
 
 async def free_dead_holder(lock: str) -> None:
@@ -195,16 +240,9 @@ async def free_dead_holder(lock: str) -> None:
     if found is None or found.holder.count(":") != 2:
         return
     host, pid, started = found.holder.split(":")
-    if host != socket.gethostname() or _is_alive(int(pid), float(started)):
+    alive = started_at(int(pid))
+    if host != socket.gethostname() or (alive is not None and abs(alive - float(started)) < 1.0):
         return
     await DistributedLock.get_pymongo_collection().update_one(
         {"_id": lock, "token": found.token}, {"$set": {"expires": now().replace(year=2000)}}
     )
-
-
-def _is_alive(pid: int, started: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -56,6 +56,9 @@ class ShardDone:
     seq: int
     order_seed: str
     after: StreamPosition
+    pass_number: int = 0
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ def load_policy(folder: Path, config: AgentTrainingConfig) -> tuple[Any, torch.d
     Raises AgentRLError when the folder does not load as one, or its weights do not fit it.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     arguments = dict(config.model_init_kwargs)
     asked = str(arguments.pop("dtype", arguments.pop("torch_dtype", "auto"))).removeprefix("torch.")
     on_gpu = torch.cuda.is_available()
@@ -57,7 +59,7 @@ def load_policy(folder: Path, config: AgentTrainingConfig) -> tuple[Any, torch.d
     if asked not in dtypes:
         raise AgentRLError(f"model_init_kwargs: dtype is {asked}", mend=f"use one of {', '.join(dtypes)}")
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, **{"attn_implementation": "sdpa", **arguments}, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -65,6 +67,7 @@ def load_policy(folder: Path, config: AgentTrainingConfig) -> tuple[Any, torch.d
             f"model folder {folder} does not load: {str(error).splitlines()[0]}",
             mend="give a folder with config.json and safetensors weights of a causal language model",
         ) from None
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing or report["mismatched_keys"]:
         names = missing or [str(key) for key in report["mismatched_keys"]]
@@ -178,7 +181,7 @@ class Learner:
         return rate
 
 
-_DIVERGED_MEND = "look at these rows with `agentrl lineage show`, lower learning_rate, or quarantine the rows"
+_DIVERGED_MEND = "look at these rows with `agentrl lineage show`; lower learning_rate if the policy made it"
 
 
 def build_optimizer(model: nn.Module, config: AgentTrainingConfig) -> torch.optim.AdamW:

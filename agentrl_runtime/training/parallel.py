@@ -161,3 +161,7 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def wait_for_all(ranks: Ranks) -> None:
+    sum_over_ranks(torch.zeros(1), ranks)

@@ -19,7 +19,6 @@ STATE_FILE = "trainer_state.json"
 TRAINER_FILES = frozenset({OPTIMIZER_FILE, STATE_FILE})
 #: Versions of one run whose folders are kept on this machine; the object store keeps all.
 CACHED_VERSIONS = 4
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ResolvedModel:
 
 
 async def latest_version(run_id: str) -> PolicyVersion | None:
-    return await PolicyVersion.find({"run_id": run_id}).sort([("number", -1)]).first_or_none()
+    return await PolicyVersion.find({"run_id": run_id}).sort("-number").first_or_none()
 
 
 async def find_version(reference: str) -> PolicyVersion | None:
@@ -77,30 +76,29 @@ async def resolve_model(reference: str, store: ObjectStore) -> ResolvedModel:
     return ResolvedModel(folder.resolve(), None)
 
 
-async def wait_for_model(reference: str, store: ObjectStore) -> ResolvedModel:
-    """Like `resolve_model`, but `RUN.latest` waits for that run's final version while the run goes on.
+async def model_if_ready(reference: str, store: ObjectStore) -> ResolvedModel | None:
+    """Like `resolve_model`, but None while the run of a `RUN.latest` goes on without its final version.
 
-    Raises AgentRLError when that run does not exist or failed.
+    Raises AgentRLError when that run does not exist, or failed.
     """
     run_id = reference.removesuffix(".latest")
     if run_id == reference or kind_of(run_id) != "run":
         return await resolve_model(reference, store)
-    while True:
-        run = await Run.get(run_id)
-        if run is None:
-            raise AgentRLError(
-                f"model_name_or_path: {reference}: there is no run {run_id}",
-                mend="start that run first, or name a folder or a policy version",
-            )
-        if run.state == "failed":
-            raise AgentRLError(
-                f"model_name_or_path: {reference}: run {run_id} failed: {run.reason}",
-                mend="mend and resume that run, or name one of its policy versions",
-            )
-        version = await latest_version(run_id)
-        if run.state in {"finished", "stopped"} or (version is not None and version.final):
-            return await resolve_model(reference, store)
-        await asyncio.sleep(_POLL_SECONDS)
+    run = await Run.get(run_id)
+    if run is None:
+        raise AgentRLError(
+            f"model_name_or_path: {reference}: there is no run {run_id}",
+            mend="start that run first, or name a folder or a policy version",
+        )
+    if run.state == "failed":
+        raise AgentRLError(
+            f"model_name_or_path: {reference}: run {run_id} failed: {run.reason}",
+            mend="mend and resume that run, or name one of its policy versions",
+        )
+    version = await latest_version(run_id)
+    if run.state in {"running", "paused"} and (version is None or not version.final):
+        return None
+    return await resolve_model(reference, store)
 
 
 def model_files(version: PolicyVersion) -> list[FileDigest]:

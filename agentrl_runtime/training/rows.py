@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TRUNCATED = "truncated"
 NO_SAMPLED_TOKENS = "no sampled tokens"
 DEMONSTRATION_ADVANTAGE = 1.0
-_CALL_FIELDS = (
+CALL_FIELDS = (
     "prompt_ids",
     "output_ids",
     "output_logprobs",
@@ -107,7 +107,7 @@ async def _calls_of(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     if not wanted:
         return {}
     cursor = DispatchedSamplingTask.get_pymongo_collection().find(
-        {"_id": {"$in": wanted}}, dict.fromkeys(_CALL_FIELDS, 1)
+        {"_id": {"$in": wanted}}, dict.fromkeys(CALL_FIELDS, 1)
     )
     calls = {call["_id"]: call for call in await cursor.to_list()}
     for record in records:
@@ -126,7 +126,7 @@ def _sampled_segments(
     """Segments of each record; blocks where tokens lie in the object store."""
     return {
         record["_id"]: segments_of_calls(
-            _call_tokens(store, calls[call])
+            call_tokens(store, calls[call])
             for call in record["call_ids"]
             if record["status"] in ("completed", "truncated") and calls[call]["status"] == "completed"
         )
@@ -134,7 +134,8 @@ def _sampled_segments(
     }
 
 
-def _call_tokens(store: ObjectStore, call: dict[str, Any]) -> CallTokens:
+def call_tokens(store: ObjectStore, call: dict[str, Any]) -> CallTokens:
+    """What a stored call (with at least CALL_FIELDS) sampled; AgentRLError when its arrays do not fit together."""
     prompt, output, logprobs = unpack_tokens(store, call)
     if len(logprobs) != len(output):
         raise AgentRLError(

@@ -58,16 +58,18 @@ def token_versions(call_id: str, spans: Iterable[Any], length: int) -> tuple[lis
     """
     numbers: list[int] = []
     names: list[str] = []
-    for span in sorted(spans, key=lambda span: (span["start"], span["end"])):
-        if span["start"] != len(numbers) or span["end"] < span["start"]:
-            break
+    ordered = sorted(spans, key=lambda span: (span["start"], span["end"]))
+    fits = all(span["start"] <= span["end"] for span in ordered)
+    for span in ordered:
+        fits = fits and span["start"] == len(numbers)
         numbers += [version_number(span["version"])] * (span["end"] - span["start"])
         if span["end"] > span["start"] and span["version"] not in names:
             names.append(span["version"])
-    if len(numbers) != length:
+    if not fits or len(numbers) != length:
+        places = ", ".join(f"[{span['start']}, {span['end']})" for span in ordered) or "none"
         raise AgentRLError(
-            f"call {call_id} has {length} output tokens, but its weight spans cover {len(numbers)} of them in order",
-            mend="the sampler must note the policy version of every sampled token",
+            f"call {call_id} has {length} output tokens, but its weight spans are {places}",
+            mend="the sampler must note the policy version of every sampled token, each once",
         )
     return numbers, names
 

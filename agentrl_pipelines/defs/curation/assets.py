@@ -26,7 +26,8 @@ class CurationConfig(dg.Config):
     drop_truncated: bool | None = Field(default=None, description="Leave out records that were cut off by length.")
     in_stream: bool = Field(
         default=False,
-        description="Also append the shard to the run's training stream; otherwise it lies beside, to be named.",
+        description="Let the run train on it, unless another shard of the batch is in its stream already; "
+        "otherwise the shard lies beside, to be named.",
     )
 
     def changes(self) -> dict[str, object]:
@@ -39,7 +40,7 @@ class CurationConfig(dg.Config):
 @dg.asset(
     partitions_def=TRAJECTORY_BATCHES,
     deps=["trajectories"],
-    group_name="curation",
+    group_name="loop",
     kinds={"parquet", "s3"},
     description="The training samples of one trajectory batch under one filter. A new filter makes a new shard "
     "beside the old one; no shard is ever changed.",

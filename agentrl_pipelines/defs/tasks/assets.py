@@ -20,7 +20,7 @@ class ImportConfig(dg.Config):
 
 @dg.asset(
     partitions_def=DATASETS,
-    group_name="tasks",
+    group_name="loop",
     kinds={"mongodb"},
     description="One imported task file. Importing the same content again changes nothing.",
 )

@@ -1,0 +1,101 @@
+"""Works through the records of batches: claim, attempt, keep the leases alive, give back what is lost."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from beanie.operators import In
+
+from agentrl_runtime.databases import Record, Task, TrajectoryBatch
+from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.rollout.batches import finish_batch
+from agentrl_runtime.rollout.queue import claim, give_back_expired, kept_alive, unfinished
+from agentrl_runtime.rollout.sampler import AsyncSampler
+from agentrl_runtime.rollout.session import SamplingSession
+
+_POLL_SECONDS = 0.25
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+class RolloutEngine:
+    """Runs the attempts of several batches within max_concurrent_samples_per_process."""
+
+    def __init__(self, session: SamplingSession, sampler_class: type[AsyncSampler]) -> None:
+        self.session, self.sampler_class = session, sampler_class
+        self._free = session.config.max_concurrent_samples_per_process
+        self._attempts: dict[asyncio.Task[None], Record] = {}
+        self._tasks: dict[str, Task] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["RolloutEngine"]:
+        """Keeps the leases alive; on the way out, unfinished attempts are given back."""
+        async with kept_alive(self._attempts.values(), self.session.config.lease_seconds):
+            try:
+                yield self
+            finally:
+                attempts = list(self._attempts)
+                for attempt in attempts:
+                    attempt.cancel()
+                await asyncio.gather(*attempts, return_exceptions=True)
+
+    async def complete(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Attempt every record of the batch, then mark it complete.
+
+        Several samplers may work on one batch; whoever sees it done marks it. Raises the error of a server
+        that cannot be brought back.
+        """
+        mine: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        next_look = 0.0  # a queue that was found empty is looked at again after a while, not at each record's end
+        while True:
+            while self._free > 0 and (not mine or loop.time() >= next_look):
+                self._raise_if_server_failed()
+                claimed = await self._claim(batch)
+                mine |= {self._begin(record) for record in claimed}
+                if self._free > 0:
+                    next_look = loop.time() + _LOOK_AGAIN_SECONDS
+                    break
+            if mine:
+                done, mine = await asyncio.wait(mine, timeout=_LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    attempt.result()
+                continue
+            if not await unfinished(batch.id):
+                return await finish_batch(batch)
+            await give_back_expired(batch.id)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _begin(self, record: Record) -> "asyncio.Task[None]":
+        attempt = asyncio.create_task(self._attempt(record))
+        self._attempts[attempt] = record
+        attempt.add_done_callback(self._end)
+        return attempt
+
+    def _end(self, attempt: "asyncio.Task[None]") -> None:
+        del self._attempts[attempt]
+        self._free += 1
+
+    def _raise_if_server_failed(self) -> None:
+        if self.session.server.failed is not None:
+            raise self.session.server.failed
+
+    async def _claim(self, batch: TrajectoryBatch) -> list[Record]:
+        # Reserve first: two batches claim at once and must not go over the limit together.
+        wanted, self._free = self._free, 0
+        claimed: list[Record] = []
+        try:
+            claimed = await claim(batch.id, wanted, self.session.config.lease_seconds)
+            missing = {record.task_id for record in claimed} - self._tasks.keys()
+            if missing:
+                found = await Task.find(In(Task.id, list(missing)), with_children=True).to_list()
+                self._tasks.update({task.id: task for task in found})
+        finally:
+            self._free += wanted - len(claimed)
+        return claimed
+
+    async def _attempt(self, record: Record) -> None:
+        task = self._tasks.get(record.task_id)
+        if task is None:
+            raise AgentRLError(f"record {record.id} names task {record.task_id}, which is not in the database")
+        async with self.sampler_class(self.session.config, session=self.session, record=record, task=task) as sampler:
+            await sampler.run()

@@ -1,0 +1,130 @@
+"""The work queue: records of a batch, claimed in bulk by leases that expire."""
+
+import asyncio
+import contextlib
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from datetime import timedelta
+
+from beanie.operators import In
+from pymongo.errors import BulkWriteError, PyMongoError
+
+from agentrl_runtime import ids
+from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, now
+
+_DUPLICATE_KEY = 11000
+MAX_TRIES = 3
+
+
+async def push_batch(batch: TrajectoryBatch, attempts: int) -> None:
+    """Queue the records of a batch: `attempts` of each task. Pushing it again adds what is missing only."""
+    records = [
+        Record(
+            id=ids.record_id(batch.id, task, attempt),
+            run_id=batch.run_id,
+            batch_id=batch.id,
+            task_id=task,
+            attempt=attempt,
+            split=batch.split,
+        )
+        for task in batch.task_ids
+        for attempt in range(attempts)
+    ]
+    try:
+        await Record.insert_many(records, ordered=False)
+    except BulkWriteError as error:
+        ignore_duplicates(error)
+
+
+def ignore_duplicates(error: BulkWriteError) -> None:
+    """Raise the error unless each of its problems is a document that is there already."""
+    if any(item["code"] != _DUPLICATE_KEY for item in error.details["writeErrors"]):
+        raise error
+
+
+async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]:
+    """Lease up to `limit` queued records of a batch: three round trips however many there are.
+
+    Two claimers at once get disjoint records: each update names `queued` as the state to change.
+    """
+    records = Record.get_pymongo_collection()
+    found = records.find({"batch_id": batch_id, "status": "queued"}, {"_id": 1}).limit(limit)
+    candidates = [item["_id"] async for item in found]
+    if not candidates:
+        return []
+    token = uuid.uuid4().hex
+    await records.update_many(
+        {"_id": {"$in": candidates}, "status": "queued"},
+        {
+            "$set": {
+                "status": "leased",
+                "lease_token": token,
+                "lease_expires": now() + timedelta(seconds=lease_seconds),
+            },
+            "$inc": {"fence": 1, "tries": 1},
+        },
+    )
+    return await Record.find(Record.lease_token == token, with_children=True).to_list()
+
+
+async def renew(tokens: Iterable[str], lease_seconds: float) -> None:
+    """Prolong the leases of these tokens."""
+    await Record.get_pymongo_collection().update_many(
+        {"lease_token": {"$in": sorted(tokens)}, "status": "leased"},
+        {"$set": {"lease_expires": now() + timedelta(seconds=lease_seconds)}},
+    )
+
+
+@contextlib.asynccontextmanager
+async def kept_alive(records: Iterable[Record], lease_seconds: float) -> AsyncIterator[None]:
+    """Prolongs the leases of these records (a collection that may change meanwhile) three times per lease."""
+
+    async def work() -> None:
+        while True:
+            await asyncio.sleep(lease_seconds / 3)
+            tokens = {record.lease_token for record in records if record.lease_token}
+            try:
+                if tokens:
+                    await renew(tokens, lease_seconds)
+            except PyMongoError as error:
+                print(f"leases are not prolonged: {str(error).split(',', 1)[0]}", file=sys.stderr, flush=True)
+
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def give_back_expired(batch_id: str) -> int:
+    """Queue again what a silent holder had leased; returns how many."""
+    result = await Record.get_pymongo_collection().update_many(
+        {"batch_id": batch_id, "status": "leased", "lease_expires": {"$lt": now()}},
+        {"$set": {"status": "queued", "lease_token": None, "lease_expires": None}},
+    )
+    return result.modified_count
+
+
+async def give_back_all(batch_id: str) -> int:
+    """Queue again every leased record of a batch: only for who knows that the holders are dead."""
+    result = await Record.get_pymongo_collection().update_many(
+        {"batch_id": batch_id, "status": "leased"},
+        {"$set": {"status": "queued", "lease_token": None, "lease_expires": None}, "$inc": {"tries": -1}},
+    )
+    return result.modified_count
+
+
+async def unfinished(batch_id: str) -> int:
+    """Records of the batch that are queued or leased."""
+    waiting = {"batch_id": batch_id, "status": {"$in": ["queued", "leased"]}}
+    return await Record.get_pymongo_collection().count_documents(waiting)
+
+
+async def records_of(batch_id: str) -> list[Record]:
+    """The finished records of a batch."""
+    return await Record.find(
+        Record.batch_id == batch_id, In(Record.status, list(FINAL_STATUSES)), with_children=True
+    ).to_list()
