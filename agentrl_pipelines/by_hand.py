@@ -55,7 +55,7 @@ async def sample_batch(key: str, policy_version: str, store: ObjectStore) -> tup
     from agentrl_runtime.rollout.engine import RolloutEngine
     from agentrl_runtime.rollout.math import QuestionSampler
     from agentrl_runtime.rollout.queue import give_back_all
-    from agentrl_runtime.rollout.session import load_tokenizer, open_session
+    from agentrl_runtime.rollout.session import open_session
     from agentrl_runtime.training.policies import fetch_version
 
     run_id, number = run_and_number(key, "b")
@@ -74,11 +74,10 @@ async def sample_batch(key: str, policy_version: str, store: ObjectStore) -> tup
             )
         await _imported(config.train_file, config.dataset_name)
         folder = await asyncio.to_thread(fetch_version, version, store)
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         batch = await ensure_train_batch(config, number, await task_ids_of(config.dataset_name))
         await give_back_all(batch.id)
-        async with open_session(config, store, tokenizer) as session:
-            await session.server.start(folder, version.id)
+        async with open_session(config, store, folder) as session:
+            await session.server.update_weights(folder, version.id)
             async with RolloutEngine(session, QuestionSampler).running() as engine:
                 return await engine.complete(batch), False
 
@@ -103,7 +102,7 @@ async def evaluate_version(key: str, store: ObjectStore) -> tuple[EvalReport, bo
     from agentrl_runtime.rollout.evaluation import evaluate
     from agentrl_runtime.rollout.math import QuestionSampler
     from agentrl_runtime.rollout.queue import give_back_all
-    from agentrl_runtime.rollout.session import load_tokenizer, open_session
+    from agentrl_runtime.rollout.session import open_session
     from agentrl_runtime.training.policies import fetch_version
 
     known = await EvalReport.get(eval_batch_id(key))
@@ -119,10 +118,9 @@ async def evaluate_version(key: str, store: ObjectStore) -> tuple[EvalReport, bo
         raise AgentRLError(f"{key} is being evaluated by run {run.id}", mend="wait: its report appears by itself")
     await _imported(config.eval_file, config.eval_file.stem)
     folder = await asyncio.to_thread(fetch_version, version, store)
-    tokenizer = await asyncio.to_thread(load_tokenizer, folder)
     await give_back_all(eval_batch_id(key))
-    async with open_session(config, store, tokenizer) as session:
-        await session.server.start(folder, version.id)
+    async with open_session(config, store, folder) as session:
+        await session.server.update_weights(folder, version.id)
         async with RolloutEngine(session, QuestionSampler).running() as engine:
             return await evaluate(engine, version, config.eval_file.stem), False
 
