@@ -44,11 +44,11 @@ def run_demo(options: DemoOptions, *, stop_at_end: bool, as_json: bool, port: in
                 if not stop_at_end:
                     terminal.say("the UI stays up; Ctrl-C stops everything")
                     stay(house)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as signal:
             terminal.end()
             if finished:
                 return 0
-            terminal.say("interrupted; the same command continues where it stopped")
+            terminal.say(f"interrupted by {signal}; the same command continues where it stopped")
             return 130
         finally:
             terminal.end()

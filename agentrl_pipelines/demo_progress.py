@@ -79,7 +79,9 @@ def what_happens(db: Database[dict[str, Any]], run_id: str) -> str:
         for service in db["inference_services"].find({"run_id": run_id}, {"status": 1, "reason": 1})
         if service["status"] not in {"stopped"}
     ]
-    sampling = [batch for batch in newest if batch["status"] == "sampling"]
+    sampling = sorted(
+        (batch for batch in newest if batch["status"] == "sampling"), key=lambda batch: batch["started"], reverse=True
+    )
     parts = services[-1:]
     for batch in sampling[:2]:
         waiting = db["records"].count_documents({"batch_id": batch["_id"], "status": {"$in": ["queued", "leased"]}})

@@ -25,8 +25,8 @@ _CARE_S = 5.0
 def terminated_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the command as Ctrl-C does: by KeyboardInterrupt, so that everything is stopped."""
 
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
+    def interrupt(number: int, _: object) -> NoReturn:
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.local.endpoints import Endpoints, public_address, read_state, state_file
+from agentrl_runtime.local.ports import chosen_port, free_block
 from agentrl_runtime.processes import ProcessTree, guardians, kill_tree, last_lines, start_tree, started_at
 
 _MIN_FREE_BYTES = 2 << 30
@@ -179,38 +179,6 @@ def _check_free(folder: Path) -> None:
         )
 
 
-def _port(variable: str, before: int | None) -> int:
-    """The port that the variable names, else the one of last time, so that clients find it again, else a free one."""
-    wanted = os.environ.get(variable)
-    if wanted:
-        if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
-            raise AgentRLError(f"{variable}={wanted} is no port number", mend="use one from 1024 to 65535")
-        if not _is_free(int(wanted)):
-            raise AgentRLError(f"port {wanted} of {variable} is in use", mend=f"choose another, or unset {variable}")
-        return int(wanted)
-    return before if before and _is_free(before) else _free_block(1)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # As the servers do it: connections of a server that has just ended do not hold the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
-def _free_block(count: int) -> int:
-    """The first of `count` free ports in a row, below the range that outgoing connections take."""
-    for _ in range(200):
-        base = 12000 + secrets.randbelow(16000)
-        if all(_is_free(base + offset) for offset in range(count)):
-            return base
-    raise AgentRLError("no free block of ports between 12000 and 28000", mend="stop what holds them")
-
-
 def _launch(
     folder: Path, name: str, argv: list[str], env: dict[str, str] | None = None, *, outlives_us: bool = True
 ) -> ProcessTree:
@@ -254,13 +222,13 @@ def _ensure_mongo(folder: Path, state: dict[str, Any]) -> str:
         return str(service["url"])
     _check_free(folder)
     _require("secantus", "the embedded MongoDB-protocol server")
-    port = _port("AGENTRL_MONGO_PORT", service.get("port"))
+    port = chosen_port("AGENTRL_MONGO_PORT", service.get("port"))
     password = service.get("password") or secrets.token_urlsafe(24)
     data = folder / "mongo"
     data.mkdir(mode=0o700, exist_ok=True)
     if not service.get("user_made"):
         # With --auth there is no exception for the first user: make it on a server without.
-        bare_port = _free_block(1)
+        bare_port = free_block(1)
         tree = _launch(folder, "mongo", _mongo_argv(bare_port, data), outlives_us=False)
         try:
             _wait(tree, "MongoDB-protocol", lambda: _make_user(bare_port, password))
@@ -311,8 +279,8 @@ def _ensure_s3(folder: Path, state: dict[str, Any]) -> str:
     access, secret = service.get("access") or secrets.token_hex(10), service.get("secret") or secrets.token_hex(20)
     data = folder / "s3"
     data.mkdir(mode=0o700, exist_ok=True)
-    base = _free_block(9)
-    port = _port("AGENTRL_S3_PORT", service.get("port"))
+    base = free_block(9)
+    port = chosen_port("AGENTRL_S3_PORT", service.get("port"))
     url = f"minio://{access}:{secret}@127.0.0.1:{port}/agentrl?secure=false"
     tree = _launch(
         folder,
