@@ -145,6 +145,8 @@ class AgentTrainingConfig(BaseSettings):
             raise ValueError("stage sft trains demonstrations: set loss_calculater to CrossEntropy")
         if self.stage == "rl" and self.loss_calculater == "CrossEntropy":
             raise ValueError("stage rl trains sampled trajectories: set loss_calculater to GRPO")
+        if self.skip_length_normalization and self.token_level_loss:
+            raise ValueError("skip_length_normalization needs a sequence-level loss: set token_level_loss to false")
         return self
 
     @property

@@ -50,7 +50,7 @@ async def init_databases(mongo_uri: str) -> AsyncMongoClient:
     unreachable or refuses the credentials; the password is in no message.
     """
     client: AsyncMongoClient = AsyncMongoClient(
-        mongo_uri, tz_aware=True, serverSelectionTimeoutMS=8000, maxPoolSize=16, appname="agentrl"
+        mongo_uri, tz_aware=True, serverSelectionTimeoutMS=8000, maxPoolSize=16, appname="agentrl", journal=True
     )
     address = mongo_uri.rsplit("@", 1)[-1].split("?", 1)[0].removeprefix("mongodb://")
     try:

@@ -29,14 +29,20 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise AgentRLError(
+                "the object store's URL has no valid port", mend="use minio://key:secret@host:port/bucket?secure=false"
+            ) from None
         if not parts.hostname or not parts.username or not parts.password or len(parts.path) < 2:
             raise AgentRLError(
                 "the object store's URL lacks its host, key, secret or bucket",
                 mend="use minio://key:secret@host:port/bucket?secure=false",
             )
         secure = parse_qs(parts.query).get("secure", [""])[0].lower() in {"1", "true", "yes"}
-        self.address = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+        self.address = f"{parts.hostname}:{port}" if port else parts.hostname
         self.bucket = parts.path.strip("/")
         self._client = Minio(
             self.address,
