@@ -30,8 +30,10 @@ lint: setup types  ## Lint, format and types
 types: setup  ## Type check
 	@.venv/bin/mypy
 
+# One process a room: the database client of a long-lived server belongs to one event loop.
 test: chromium setup lint  ## Lint, types and every test
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+	@set -e; for room in unit integration sglang browser; do \
+	  echo "== tests/$$room"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/$$room $(ARGS); done
 
 chromium:
 	@command -v chromium >/dev/null || { echo "error: the browser tests need chromium" >&2; \

@@ -157,14 +157,15 @@ async def continue_training(key: str, steps: int, config_path: Path, log_path: P
         tree = start_trainer(config_path, world_size=config.world_size, log_path=log_path)
         try:
             await _until_trained(tree, config, latest, steps)
+            code = tree.poll()  # None: it is told to stop now, and commits what it has
         finally:
-            code = await asyncio.to_thread(tree.stop)
+            await asyncio.to_thread(tree.stop)
     finally:
         now = await get_run(run_id)
         if now.state == "running":
             before = "paused" if run.reason == BY_HAND else run.state
             await set_run_state(run_id, before, "" if run.reason == BY_HAND else run.reason)
-    if code != 0:
+    if code:
         raise AgentRLError(f"the trainer ended with exit code {code}:\n{tree.last_lines()}", mend=f"read {log_path}")
     made = await PolicyVersion.get(key)
     if made is None:
