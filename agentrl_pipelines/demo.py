@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_pipelines.demo_plan import DemoOptions, DemoPlan, pause_other_demos, plan_demo
-from agentrl_pipelines.demo_progress import Terminal, describe, logged_step, version_rows, what_happens
+from agentrl_pipelines.demo_progress import Terminal, describe, logged_step, new_evaluations, version_rows, what_happens
 from agentrl_pipelines.demo_report import print_report, write_report
 from agentrl_pipelines.dev import House, open_house, stay, terminated_as_interrupt
-from agentrl_pipelines.state import database
+from agentrl_pipelines.state import database, final_is_evaluated
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.connections import open_stores
 from agentrl_runtime.errors import AgentRLError
@@ -98,14 +98,16 @@ def _follow(config: AgentTrainingConfig, house: House, terminal: Terminal) -> No
     run_id = config.run_id
     terminal.begin(f"{run_id}: {config.stage}", max(config.max_steps, 1))
     seen, last_answer, finished_at = -1, time.monotonic(), 0.0
+    shown: set[str] = set()
     while True:
         house.look_after()
         try:
             with database() as db:
                 run = db["runs"].find_one({"_id": run_id}, {"state": 1, "reason": 1}) or {}
                 rows = version_rows(db, run_id, after=seen)
+                evaluations = new_evaluations(db, run_id, shown)
                 happening = what_happens(db, run_id) if terminal.quiet_too_long() else ""
-                evaluated = config.stage == "sft" or _last_is_evaluated(db, run_id)
+                evaluated = config.stage == "sft" or final_is_evaluated(db, run_id)
         except AgentRLError:
             if time.monotonic() - last_answer > _DATABASE_PATIENCE_S:
                 raise
@@ -116,6 +118,8 @@ def _follow(config: AgentTrainingConfig, house: House, terminal: Terminal) -> No
         for row in rows:
             seen = row.number
             terminal.say(describe(row))
+        for line in evaluations:
+            terminal.say(line)
         terminal.step(max([row.step for row in rows] + [logged_step(run_id)]))
         if happening:
             terminal.heartbeat(happening)
@@ -136,11 +140,6 @@ def _follow(config: AgentTrainingConfig, house: House, terminal: Terminal) -> No
             )
         time.sleep(_POLL_S)
     terminal.end()
-
-
-def _last_is_evaluated(db: Any, run_id: str) -> bool:
-    last = db["policy_versions"].find_one({"run_id": run_id, "final": True}, {"_id": 1})
-    return last is not None and db["eval_reports"].find_one({"version_id": last["_id"]}, {"_id": 1}) is not None
 
 
 def _wait_for_reports(run_id: str, house: House, terminal: Terminal) -> None:

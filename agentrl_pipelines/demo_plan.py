@@ -9,7 +9,7 @@ from typing import Literal
 from agentrl_pipelines.demo_configs import addition_rl, addition_sft, chat_rl
 from agentrl_pipelines.real_tasks import EASIER, TaskFiles, reasoning_gym_files, split_file
 from agentrl_runtime.configs import AgentTrainingConfig
-from agentrl_runtime.databases import Run
+from agentrl_runtime.databases import EvalReport, PolicyVersion, Run
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.runs import set_run_state
 
@@ -63,7 +63,7 @@ async def _number(options: DemoOptions) -> tuple[int, bool]:
     if not runs:
         return 1, False
     for number in sorted(runs, reverse=True):
-        if all(_same(run, options) for run in runs[number]) and _unfinished(runs[number], options):
+        if all(_same(run, options) for run in runs[number]) and await _unfinished(runs[number], options):
             return number, True
     return max(runs) + 1, False
 
@@ -77,12 +77,15 @@ def _same(run: Run, options: DemoOptions) -> bool:
     return not options.tasks or options.tasks.stem in Path(config["train_file"]).stem
 
 
-def _unfinished(runs: list[Run], options: DemoOptions) -> bool:
-    """Something is under way, or the first stage is done and the second was not begun."""
+async def _unfinished(runs: list[Run], options: DemoOptions) -> bool:
+    """Something is under way, a stage was not begun, or the last version is not evaluated yet."""
     if any(run.state in {"failed", "stopped"} for run in runs):
         return False
     wanted = 1 if options.real else 2
-    return len(runs) < wanted or any(run.state in _UNFINISHED for run in runs)
+    if len(runs) < wanted or any(run.state in _UNFINISHED for run in runs):
+        return True
+    last = await PolicyVersion.find_one({"run_id": max(runs, key=lambda run: run.created).id, "final": True})
+    return last is not None and await EvalReport.find_one({"version_id": last.id}) is None
 
 
 async def pause_other_demos(keep: set[str]) -> list[str]:

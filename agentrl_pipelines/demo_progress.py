@@ -96,9 +96,19 @@ def describe(row: VersionRow) -> str:
     if row.reward is not None and row.staleness is not None:
         parts.append(f"staleness {row.staleness:.2f}")
     parts.append(f"{row.seconds:.1f} s")
-    if row.accuracy is not None:
-        parts.append(f"greedy on unseen {row.accuracy:.3f}")
     return "  ".join(parts)
+
+
+def new_evaluations(db: Database[dict[str, Any]], run_id: str, shown: set[str]) -> list[str]:
+    """A line for each evaluation of the run that is not in `shown` yet; they are entered there."""
+    found = db["eval_reports"].find({"run_id": run_id, "_id": {"$nin": sorted(shown)}})
+    reports = sorted(found, key=lambda report: report["version_id"])
+    shown.update(report["_id"] for report in reports)
+    return [
+        f"{report['version_id']}  greedy on {report['records']} unseen tasks: "
+        f"accuracy {report['accuracy']:.3f}, mean score {report['mean_score']:.3f}"
+        for report in reports
+    ]
 
 
 class Terminal:

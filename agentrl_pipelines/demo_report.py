@@ -26,9 +26,7 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
     with database() as db:
         rows = version_rows(db, plan.run_id)
         measured = [(row, _measure(db, plan, row)) for row in rows if row.accuracy is not None]
-        sample = db["samples"].find_one(
-            {"batch_id": {"$regex": f"^{plan.run_id}\\.b"}}, {"sample_id": 1}, sort=[("_id", 1)]
-        )
+        sample = _trained_sample(db, rows[-1].version) if rows else None
     if len(measured) < 2:
         raise AgentRLError(
             f"run {plan.run_id} has {len(measured)} evaluations; improvement needs two",
@@ -58,10 +56,17 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
         "curve": str(picture),
         "report": str(folder / "report.json"),
         "ui": house.dagster.link("checkpoint", last.version),
-        "lineage_command": f"agentrl lineage trace {sample['sample_id']}" if sample else None,
+        "lineage_command": f"agentrl lineage trace {sample}" if sample else None,
     }
     _write_json(folder / "report.json", report)
     return report
+
+
+def _trained_sample(db: Any, version: str) -> str | None:
+    """A sample that the version's own steps trained on."""
+    shard_ids = db["policy_versions"].find_one({"_id": version}, {"shard_ids": 1})["shard_ids"]
+    found = db["samples"].find_one({"shard_id": {"$in": shard_ids}}, {"sample_id": 1})
+    return str(found["sample_id"]) if found else None
 
 
 def _measure(db: Any, plan: DemoPlan, row: VersionRow) -> float:

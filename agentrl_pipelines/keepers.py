@@ -4,21 +4,19 @@ from collections.abc import Iterator
 
 import dagster as dg
 
-from agentrl_pipelines.liveness import MAX_FAILURES, Role, live_loop, loop_failures_since, loop_tags
-from agentrl_pipelines.state import database, fail_run, last_progress, running_runs
+from agentrl_pipelines.liveness import MAX_FAILURES, live_loop, loop_failures_since, loop_tags
+from agentrl_pipelines.state import Role, database, fail_run, last_progress, runs_needing
 from agentrl_runtime.errors import AgentRLError
 
 
 def keep(instance: dg.DagsterInstance, role: Role, op_name: str) -> Iterator[dg.RunRequest | dg.SkipReason]:
-    """A run request for each running run whose loop is not there.
+    """A run request for each run that needs a loop of this role and has none.
 
     A loop that failed MAX_FAILURES times since the run last made a batch or a version fails its run.
     """
     try:
         with database() as db:
-            for run in running_runs(db):
-                if role == "rollout" and run["stage"] == "sft":
-                    continue  # demonstrations need no sampling
+            for run in runs_needing(db, role):
                 if live_loop(instance, run["id"], role):
                     continue
                 failures = loop_failures_since(instance, run["id"], role, last_progress(db, run))

@@ -9,14 +9,11 @@ import os
 import socket
 import time
 from datetime import datetime
-from typing import Literal
 
 import dagster as dg
 import psutil
 
-from agentrl_pipelines.state import database, lock_expired_for
-
-Role = Literal["rollout", "training"]
+from agentrl_pipelines.state import Role, database, lock_expired_for
 
 RUN_TAG, ROLE_TAG, LOOP_TAG = "agentrl/run", "agentrl/role", "agentrl/loop"
 HOST_TAG, PID_TAG, STARTED_TAG = "agentrl/host", "agentrl/pid", "agentrl/pid-started"

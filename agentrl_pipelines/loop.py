@@ -12,8 +12,9 @@ from pathlib import Path
 import dagster as dg
 from pymongo.errors import PyMongoError
 
-from agentrl_pipelines.liveness import FAILED_TAG, Role, process_tags
+from agentrl_pipelines.liveness import FAILED_TAG, process_tags
 from agentrl_pipelines.reporting import Emit, emitter, report_all, report_rollouts, report_training
+from agentrl_pipelines.state import Role
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.connections import open_stores
 from agentrl_runtime.local.endpoints import home

@@ -133,7 +133,6 @@ class DagsterServer:
             **os.environ,
             "DAGSTER_HOME": str(self.folder),
             "AGENTRL_HOME": str(self.home),
-            "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
         # A loop op needs the trainer's grace and its own to stop its tree before ours ends.

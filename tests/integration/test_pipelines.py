@@ -12,6 +12,7 @@ from agentrl_pipelines.keepers import keep
 from agentrl_pipelines.liveness import RUN_TAG
 from agentrl_pipelines.quality import check_shard
 from agentrl_pipelines.reporting import report_rollouts, report_training
+from agentrl_pipelines.state import Role, database, runs_needing
 from agentrl_runtime.databases import (
     DispatchedSamplingTask,
     EvalReport,
@@ -130,3 +131,35 @@ async def test_sensors_ask_for_the_loops_of_running_runs_only(
     assert run.id in asked()
     await set_run_state(run.id, "paused")
     assert run.id not in asked()
+
+
+async def test_a_finished_run_keeps_its_loop_until_all_is_evaluated_and_reported(
+    store: ObjectStore, tmp_path: Path, instance: dg.DagsterInstance
+) -> None:
+    run, _, _, versions = await _short_run(store, tmp_path)
+    await Run.get_pymongo_collection().update_one({"_id": run.id}, {"$set": {"config.eval_file": "unseen.jsonl"}})
+    await PolicyVersion.get_pymongo_collection().update_one({"_id": versions[-1].id}, {"$set": {"final": True}})
+    await set_run_state(run.id, "finished")
+
+    def needs(role: Role) -> bool:
+        with database() as db:
+            return run.id in {needing["id"] for needing in runs_needing(db, role)}
+
+    assert needs("rollout") and needs("training")
+    await report_training(run.id, store, instance, instance.report_runless_asset_event)
+    assert not needs("training")
+    await report_rollouts(run.id, store, instance, instance.report_runless_asset_event)
+    assert needs("rollout"), "the final version is not evaluated"
+    await EvalReport(
+        id=f"{versions[-1].id}.eval",
+        run_id=run.id,
+        version_id=versions[-1].id,
+        dataset="unseen",
+        records=10,
+        mean_score=0.7,
+        accuracy=0.7,
+        failed=0,
+        seconds=1.0,
+        reported=True,
+    ).insert()
+    assert not needs("rollout")

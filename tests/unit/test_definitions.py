@@ -132,7 +132,9 @@ def two_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     runs = [{"id": "r-1", "stage": "rl", "created": created}, {"id": "s-1", "stage": "sft", "created": created}]
     failed: list[tuple[str, str]] = []
     monkeypatch.setattr(keepers, "database", _Database)
-    monkeypatch.setattr(keepers, "running_runs", lambda db: runs)
+    monkeypatch.setattr(
+        keepers, "runs_needing", lambda db, role: [r for r in runs if role == "training" or r["stage"] == "rl"]
+    )
     monkeypatch.setattr(keepers, "last_progress", lambda db, run: run["created"])
     monkeypatch.setattr(keepers, "fail_run", lambda db, run_id, reason: failed.append((run_id, reason)))
     return failed
