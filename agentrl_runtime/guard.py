@@ -19,6 +19,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ENDINGS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_LAST_THREADS_SECONDS = 10.0
 _WATCHED = {signal.SIGCHLD, *_ENDINGS}
 
 
@@ -70,7 +71,12 @@ class Guardian:
                 _send(left, signal.SIGKILL)
             time.sleep(0.05)
             self.reap()
+        # A command counts as dead when its first thread is, but gives its exit code only after its last one.
+        deadline = time.monotonic() + _LAST_THREADS_SECONDS
         self.reap()
+        while self.code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.reap()
 
 
 def descendants(root: int) -> list[int]:
