@@ -195,7 +195,10 @@ class DispatchedSamplingTask(Document):
 
     class Settings:
         name = "calls"
-        indexes = [IndexModel([("record_id", ASCENDING), ("turn", ASCENDING)])]
+        indexes = [
+            IndexModel([("record_id", ASCENDING), ("turn", ASCENDING)]),
+            IndexModel([("batch_id", ASCENDING)]),
+        ]
 
 
 @register_new_model

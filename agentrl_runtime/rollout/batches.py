@@ -84,7 +84,7 @@ async def finish_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
             f"batch {batch.id} has {len(records)} finished records of {batch.expected_records}",
             mend="start the rollout process again: it pushes what is missing",
         )
-    tokens, versions = await _tokens_and_versions([record.id for record in records])
+    tokens, versions = await _tokens_and_versions(batch.id, {call for record in records for call in record.call_ids})
     scores = [record.score for record in records if record.score is not None]
     ended = now()
     batch.stats = {
@@ -104,12 +104,12 @@ async def finish_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
     return batch
 
 
-async def _tokens_and_versions(record_ids: list[str]) -> tuple[int, list[str]]:
-    spans = DispatchedSamplingTask.get_pymongo_collection().find(
-        {"record_id": {"$in": record_ids}}, {"weight_spans": 1}
-    )
+async def _tokens_and_versions(batch_id: str, call_ids: set[str]) -> tuple[int, list[str]]:
+    spans = DispatchedSamplingTask.get_pymongo_collection().find({"batch_id": batch_id}, {"weight_spans": 1})
     tokens, versions = 0, set()
     async for call in spans:
+        if call["_id"] not in call_ids:
+            continue
         for span in call["weight_spans"]:
             tokens += span["end"] - span["start"]
             versions.add(span["version"])

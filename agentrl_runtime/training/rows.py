@@ -61,10 +61,10 @@ async def collect_rows(store: ObjectStore, batch: TrajectoryBatch, spec: "Filter
     """Read the batch in two or three round trips and make its rows, sorted by task, attempt and segment."""
     records = await _final_records(batch)
     if any(record["origin"] == "demonstration" for record in records):
-        segments, left_out = await _demonstrations(records, tokenizer)
+        segments, left_out = await _demonstrations(batch, records, tokenizer)
         advantages = dict.fromkeys(segments, (DEMONSTRATION_ADVANTAGE, dict[str, Any]()))
     else:
-        calls = await _calls_of(records)
+        calls = await _calls_of(batch, records)
         segments = await asyncio.to_thread(_sampled_segments, store, records, calls)
         advantages, left_out = _advantages(batch.id, records, calls, spec)
     rows: list[Row] = []
@@ -101,15 +101,12 @@ async def _final_records(batch: TrajectoryBatch) -> list[dict[str, Any]]:
     return sorted(records, key=lambda r: (place.get(r["task_id"], end), r["task_id"], r["attempt"], r["_id"]))
 
 
-async def _calls_of(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+async def _calls_of(batch: TrajectoryBatch, records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The calls that the records name; those of a lease that was lost are named by none."""
-    wanted = [call for record in records for call in record["call_ids"]]
-    if not wanted:
-        return {}
-    cursor = DispatchedSamplingTask.get_pymongo_collection().find(
-        {"_id": {"$in": wanted}}, dict.fromkeys(CALL_FIELDS, 1)
-    )
-    calls = {call["_id"]: call for call in await cursor.to_list()}
+    # By batch, not by a list of ids: on the embedded server such a list costs a millisecond an id.
+    cursor = DispatchedSamplingTask.get_pymongo_collection().find({"batch_id": batch.id}, dict.fromkeys(CALL_FIELDS, 1))
+    wanted = {call for record in records for call in record["call_ids"]}
+    calls = {call["_id"]: call for call in await cursor.to_list() if call["_id"] in wanted}
     for record in records:
         missing = [call for call in record["call_ids"] if call not in calls]
         if missing:
@@ -184,13 +181,12 @@ def _is_truncated(record: dict[str, Any], calls: dict[str, dict[str, Any]]) -> b
 
 
 async def _demonstrations(
-    records: list[dict[str, Any]], tokenizer: Any
+    batch: TrajectoryBatch, records: list[dict[str, Any]], tokenizer: Any
 ) -> tuple[dict[str, list[Segment]], dict[str, str]]:
     if tokenizer is None:
         raise AgentRLError("demonstrations need a tokenizer", mend="pass the one of the model that is trained")
     left_out = {r["_id"]: r["reason"] or r["status"] for r in records if r["status"] != "completed"}
-    wanted = [record["task_id"] for record in records if record["_id"] not in left_out]
-    tasks = {task.id: task for task in await Task.find({"_id": {"$in": wanted}}, with_children=True).to_list()}
+    tasks = {task.id: task for task in await Task.find({"dataset": batch.dataset}, with_children=True).to_list()}
     segments = await asyncio.to_thread(_demonstration_segments, records, left_out, tasks, tokenizer)
     return segments, left_out
 
