@@ -14,6 +14,7 @@ from agentrl_runtime.databases import (
     StepLedger,
     Task,
     TrajectoryBatch,
+    find_documents,
 )
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.storage import ObjectStore
@@ -105,7 +106,7 @@ async def the(document: Any, key: str, what: str) -> Any:
 
 
 async def batch_evidence(batch: TrajectoryBatch) -> BatchEvidence:
-    records = await Record.find(Record.batch_id == batch.id, with_children=True).to_list()
+    records = await find_documents(Record, {"batch_id": batch.id})
     statuses: dict[str, int] = {}
     groups: dict[str, list[float]] = {}
     for record in records:
@@ -146,10 +147,7 @@ async def batch_evidence(batch: TrajectoryBatch) -> BatchEvidence:
 
 
 async def _lines(records: list[Record]) -> list[RecordLine]:
-    tasks = {
-        task.id: task
-        for task in await Task.find({"_id": {"$in": [r.task_id for r in records]}}, with_children=True).to_list()
-    }
+    tasks = {task.id: task for task in await find_documents(Task, {"_id": {"$in": [r.task_id for r in records]}})}
     last_calls = [record.call_ids[-1] for record in records if record.call_ids]
     cursor = DispatchedSamplingTask.get_pymongo_collection().find({"_id": {"$in": last_calls}}, {"text": 1})
     replies = {call["_id"]: call["text"] async for call in cursor}
@@ -256,7 +254,7 @@ async def accuracy_curve(run_id: str, up_to: int | None = None) -> list[tuple[fl
 
 async def eval_evidence(report: EvalReport) -> EvalEvidence:
     number = int(report.version_id.rsplit(".v", 1)[-1])
-    records = await Record.find(Record.batch_id == report.id, with_children=True).to_list()
+    records = await find_documents(Record, {"batch_id": report.id})
     scored = sorted((record for record in records if record.score is not None), key=lambda r: (r.score, r.id))
     return EvalEvidence(
         report=report,

@@ -1,6 +1,6 @@
 """Documents, their registry, and coordination through the database."""
 
-from agentrl_runtime.databases.base import init_databases, now, register_new_model
+from agentrl_runtime.databases.base import find_documents, init_databases, now, register_new_model
 from agentrl_runtime.databases.coordination import (
     DistributedCounter,
     DistributedLock,
@@ -55,6 +55,7 @@ __all__ = [
     "TrajectoryBatch",
     "WeightSpan",
     "add_to_counter",
+    "find_documents",
     "hold_lock",
     "init_databases",
     "now",

@@ -1,7 +1,7 @@
 """Beanie plumbing: the model registry and the connection."""
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import beanie
 from beanie import init_beanie
@@ -19,6 +19,7 @@ else:
     Document = beanie.Document
 
 ModelT = TypeVar("ModelT", bound=type[Document])
+DocumentT = TypeVar("DocumentT", bound=Document)
 _registry: dict[str, type[Document]] = {}
 
 
@@ -71,3 +72,15 @@ async def init_databases(mongo_uri: str) -> AsyncMongoClient:
             mend="run `agentrl up`, or check AGENTRL_MONGO_URI; `agentrl doctor` tells more",
         ) from None
     return client
+
+
+async def find_documents(model: type[DocumentT], query: dict[str, Any]) -> list[DocumentT]:
+    """The documents of a root class and its subclasses, each as its own class.
+
+    `find(..., with_children=True)` would join the query to one on the class by `$and`, for which the embedded
+    server uses no index. A root class's collection holds nothing else, so the query alone is enough.
+    """
+    from beanie.odm.utils.parsing import parse_obj
+
+    found = model.get_pymongo_collection().find(query)
+    return [cast(DocumentT, parse_obj(model, item)) async for item in found]

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from beanie.operators import In
-
-from agentrl_runtime.databases import Record, Task, TrajectoryBatch
+from agentrl_runtime.databases import Record, Task, TrajectoryBatch, find_documents
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.rollout.batches import finish_batch
 from agentrl_runtime.rollout.queue import claim, give_back_expired, kept_alive, unfinished
@@ -87,7 +85,7 @@ class RolloutEngine:
             claimed = await claim(batch.id, wanted, self.session.config.lease_seconds)
             missing = {record.task_id for record in claimed} - self._tasks.keys()
             if missing:
-                found = await Task.find(In(Task.id, list(missing)), with_children=True).to_list()
+                found = await find_documents(Task, {"_id": {"$in": sorted(missing)}})
                 self._tasks.update({task.id: task for task in found})
         finally:
             self._free += wanted - len(claimed)

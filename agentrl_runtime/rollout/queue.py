@@ -7,11 +7,10 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from datetime import timedelta
 
-from beanie.operators import In
 from pymongo.errors import BulkWriteError, PyMongoError
 
 from agentrl_runtime import ids
-from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, now
+from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, find_documents, now
 
 _DUPLICATE_KEY = 11000
 MAX_TRIES = 3
@@ -65,7 +64,7 @@ async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]
             "$inc": {"fence": 1, "tries": 1},
         },
     )
-    return await Record.find(Record.lease_token == token, with_children=True).to_list()
+    return await find_documents(Record, {"lease_token": token})
 
 
 async def renew(tokens: Iterable[str], lease_seconds: float) -> None:
@@ -125,6 +124,4 @@ async def unfinished(batch_id: str) -> int:
 
 async def records_of(batch_id: str) -> list[Record]:
     """The finished records of a batch."""
-    return await Record.find(
-        Record.batch_id == batch_id, In(Record.status, list(FINAL_STATUSES)), with_children=True
-    ).to_list()
+    return await find_documents(Record, {"batch_id": batch_id, "status": {"$in": list(FINAL_STATUSES)}})

@@ -6,7 +6,7 @@ from typing import Any
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from agentrl_runtime.configs import AgentTrainingConfig
-from agentrl_runtime.databases import Record, Run, Shard, Task, TrajectoryBatch, now
+from agentrl_runtime.databases import Record, Run, Shard, Task, TrajectoryBatch, find_documents, now
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import batch_id, record_id
 from agentrl_runtime.rollout.task_files import import_task_file
@@ -40,7 +40,7 @@ async def ensure_demonstration_shard(
 
 
 async def _make_batch(config: AgentTrainingConfig, run: Run, dataset: str, tokenizer: Any) -> TrajectoryBatch:
-    tasks = await Task.find({"dataset": dataset}, with_children=True).to_list()
+    tasks = await find_documents(Task, {"dataset": dataset})
     tasks.sort(key=lambda task: (task.line, task.id))
     if not tasks:
         raise AgentRLError(f"dataset {dataset} has no tasks", mend="import a task file: `agentrl tasks import FILE`")

@@ -4,7 +4,14 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agentrl_runtime.databases import FINAL_STATUSES, DispatchedSamplingTask, Record, Task, TrajectoryBatch
+from agentrl_runtime.databases import (
+    FINAL_STATUSES,
+    DispatchedSamplingTask,
+    Record,
+    Task,
+    TrajectoryBatch,
+    find_documents,
+)
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import sample_id
 from agentrl_runtime.storage import ObjectStore
@@ -186,7 +193,7 @@ async def _demonstrations(
     if tokenizer is None:
         raise AgentRLError("demonstrations need a tokenizer", mend="pass the one of the model that is trained")
     left_out = {r["_id"]: r["reason"] or r["status"] for r in records if r["status"] != "completed"}
-    tasks = {task.id: task for task in await Task.find({"dataset": batch.dataset}, with_children=True).to_list()}
+    tasks = {task.id: task for task in await find_documents(Task, {"dataset": batch.dataset})}
     segments = await asyncio.to_thread(_demonstration_segments, records, left_out, tasks, tokenizer)
     return segments, left_out
 
