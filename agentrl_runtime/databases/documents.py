@@ -160,7 +160,6 @@ class Record(Document):
         is_root = True
         indexes = [
             IndexModel([("batch_id", ASCENDING), ("status", ASCENDING)]),
-            IndexModel([("lease_token", ASCENDING)]),
             IndexModel([("task_id", ASCENDING)]),
         ]
 

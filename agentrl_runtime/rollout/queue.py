@@ -64,13 +64,18 @@ async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]
             "$inc": {"fence": 1, "tries": 1},
         },
     )
-    return await find_documents(Record, {"lease_token": token})
+    # The batch and status have an index; the token needs none of its own, which every claim and finish would pay.
+    return await find_documents(Record, {"batch_id": batch_id, "status": "leased", "lease_token": token})
 
 
-async def renew(tokens: Iterable[str], lease_seconds: float) -> None:
-    """Prolong the leases of these tokens."""
+async def renew(batch_ids: Iterable[str], tokens: Iterable[str], lease_seconds: float) -> None:
+    """Prolong the leases of these tokens in these batches."""
     await Record.get_pymongo_collection().update_many(
-        {"lease_token": {"$in": sorted(tokens)}, "status": "leased"},
+        {
+            "batch_id": {"$in": sorted(batch_ids)},
+            "status": "leased",
+            "lease_token": {"$in": sorted(tokens)},
+        },
         {"$set": {"lease_expires": now() + timedelta(seconds=lease_seconds)}},
     )
 
@@ -82,10 +87,10 @@ async def kept_alive(records: Iterable[Record], lease_seconds: float) -> AsyncIt
     async def work() -> None:
         while True:
             await asyncio.sleep(lease_seconds / 3)
-            tokens = {record.lease_token for record in records if record.lease_token}
+            held = [(record.batch_id, record.lease_token) for record in records if record.lease_token]
             try:
-                if tokens:
-                    await renew(tokens, lease_seconds)
+                if held:
+                    await renew({batch for batch, _ in held}, {token for _, token in held}, lease_seconds)
             except PyMongoError as error:
                 print(f"leases are not prolonged: {str(error).split(',', 1)[0]}", file=sys.stderr, flush=True)
 
