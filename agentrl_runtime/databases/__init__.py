@@ -1,6 +1,13 @@
 """Documents, their registry, and coordination through the database."""
 
-from agentrl_runtime.databases.base import find_documents, init_databases, now, register_new_model
+from agentrl_runtime.databases.base import (
+    find_documents,
+    ignore_duplicates,
+    init_databases,
+    insert_new,
+    now,
+    register_new_model,
+)
 from agentrl_runtime.databases.coordination import (
     DistributedCounter,
     DistributedLock,
@@ -57,7 +64,9 @@ __all__ = [
     "add_to_counter",
     "find_documents",
     "hold_lock",
+    "ignore_duplicates",
     "init_databases",
+    "insert_new",
     "now",
     "read_counter",
     "register_new_model",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import beanie
 from beanie import init_beanie
 from pymongo import AsyncMongoClient
-from pymongo.errors import ConfigurationError, OperationFailure, PyMongoError
+from pymongo.errors import BulkWriteError, ConfigurationError, OperationFailure, PyMongoError
 
 from agentrl_runtime.errors import AgentRLError
 
@@ -20,6 +20,7 @@ else:
 
 ModelT = TypeVar("ModelT", bound=type[Document])
 DocumentT = TypeVar("DocumentT", bound=Document)
+_DUPLICATE_KEY = 11000
 _registry: dict[str, type[Document]] = {}
 
 
@@ -84,3 +85,22 @@ async def find_documents(model: type[DocumentT], query: dict[str, Any]) -> list[
 
     found = model.get_pymongo_collection().find(query)
     return [cast(DocumentT, parse_obj(model, item)) async for item in found]
+
+
+async def insert_new(model: type[DocumentT], documents: list[DocumentT]) -> int:
+    """Insert those whose id is not there yet, in one round trip; returns how many were new."""
+    if not documents:
+        return 0
+    try:
+        await model.insert_many(documents, ordered=False)
+    except BulkWriteError as error:
+        return len(documents) - ignore_duplicates(error)
+    return len(documents)
+
+
+def ignore_duplicates(error: BulkWriteError) -> int:
+    """Raise the error unless each of its problems is a document that is there already; returns how many are."""
+    problems = error.details["writeErrors"]
+    if any(item.get("code") != _DUPLICATE_KEY for item in problems):
+        raise error
+    return len(problems)

@@ -3,12 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pymongo.errors import BulkWriteError
-
 from agentrl_runtime import ids
-from agentrl_runtime.databases import Task, TaskDataset
+from agentrl_runtime.databases import Task, TaskDataset, insert_new
 from agentrl_runtime.errors import AgentRLError
-from agentrl_runtime.rollout.queue import ignore_duplicates
 
 
 class SizedTasks(Protocol):
@@ -34,10 +31,7 @@ async def store_tasks(dataset: SizedTasks, name: str) -> None:
         task.id = task.id or ids.derived_id("task_", name, content)
         tasks.append(task)
     for group in _by_class(tasks):
-        try:
-            await type(group[0]).insert_many(group, ordered=False)
-        except BulkWriteError as error:
-            ignore_duplicates(error)
+        await insert_new(type(group[0]), group)
     if await TaskDataset.get(name) is None:
         await TaskDataset(id=name, file="", sha256="", tasks=len(tasks)).insert()
 

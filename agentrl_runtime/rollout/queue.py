@@ -7,12 +7,11 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from datetime import timedelta
 
-from pymongo.errors import BulkWriteError, PyMongoError
+from pymongo.errors import PyMongoError
 
 from agentrl_runtime import ids
-from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, find_documents, now
+from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, find_documents, insert_new, now
 
-_DUPLICATE_KEY = 11000
 MAX_TRIES = 3
 
 
@@ -30,16 +29,7 @@ async def push_batch(batch: TrajectoryBatch, attempts: int) -> None:
         for task in batch.task_ids
         for attempt in range(attempts)
     ]
-    try:
-        await Record.insert_many(records, ordered=False)
-    except BulkWriteError as error:
-        ignore_duplicates(error)
-
-
-def ignore_duplicates(error: BulkWriteError) -> None:
-    """Raise the error unless each of its problems is a document that is there already."""
-    if any(item["code"] != _DUPLICATE_KEY for item in error.details["writeErrors"]):
-        raise error
+    await insert_new(Record, records)
 
 
 async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class RecordFailed(AgentRLError):
     """The attempt cannot succeed and is not to be made again; the reason is stored with the record."""
 
 
-class AsyncSampler:
+class AsyncSampler(ABC):
     """One attempt at one task.
 
     Subclasses write `run`, which calls `create_chat_completions` as often as the agent needs, and
@@ -67,13 +68,13 @@ class AsyncSampler:
         self._call_ids: list[str] = []
         self._stored: list[asyncio.Future[None]] = []
 
+    @abstractmethod
     async def run(self) -> None:
         """Make the attempt."""
-        raise NotImplementedError(f"{type(self).__name__} has no run()")
 
+    @abstractmethod
     async def evaluate_record(self, record: Record) -> float:
         """The score of the finished attempt; details go to `record.score_detail`."""
-        raise NotImplementedError(f"{type(self).__name__} has no evaluate_record()")
 
     async def __aenter__(self) -> "AsyncSampler":
         if self._given is not None:

@@ -7,16 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from pymongo.errors import BulkWriteError
-
-from agentrl_runtime.databases import Source, Task, TaskDataset
+from agentrl_runtime.databases import Source, Task, TaskDataset, insert_new
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import derived_id
 from agentrl_runtime.rollout.task_lines import MAX_LINE_BYTES, LineProblem, ParsedLine, parse_line
 
 _CHUNK = 1000
 _SHOWN = 20
-_DUPLICATE_KEY = 11000
 _BOM = b"\xef\xbb\xbf"
 #: Called with (bytes read, bytes in all) now and then.
 Progress = Callable[[int, int], None]
@@ -212,7 +209,7 @@ async def _insert_tasks(
     imported = 0
     while chunk := await asyncio.to_thread(next, chunks, None):
         tasks = [_task(task_class, dataset, line, item, path.name, report.sha256) for line, item in chunk]
-        imported += await _insert_new(task_class, tasks)
+        imported += await insert_new(task_class, tasks)
     if hasher.hexdigest() != report.sha256:
         raise AgentRLError(
             f"{path} changed while it was imported; dataset {dataset} has tasks of both versions",
@@ -231,18 +228,6 @@ def _task(task_class: type[Task], dataset: str, line: int, item: ParsedLine, fil
         source=Source(file=file, sha256=sha256, line=line),
         line=line,
     )
-
-
-async def _insert_new(task_class: type[Task], tasks: list[Task]) -> int:
-    """Insert those that are not there; returns how many were new."""
-    try:
-        await task_class.insert_many(tasks, ordered=False)
-    except BulkWriteError as error:
-        failed = error.details["writeErrors"]
-        if any(item.get("code") != _DUPLICATE_KEY for item in failed):
-            raise
-        return len(tasks) - len(failed)
-    return len(tasks)
 
 
 async def _note_dataset(path: Path, dataset: str, sha256: str) -> None:

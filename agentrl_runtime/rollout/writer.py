@@ -8,9 +8,8 @@ from typing import Any
 from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
-from agentrl_runtime.databases import DispatchedSamplingTask, Record
+from agentrl_runtime.databases import DispatchedSamplingTask, Record, ignore_duplicates
 from agentrl_runtime.errors import AgentRLError
-from agentrl_runtime.rollout.queue import ignore_duplicates
 
 _WINDOW_SECONDS = 0.03
 _MOST_WAITING = 2048

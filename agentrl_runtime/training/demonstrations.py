@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any
 
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import DuplicateKeyError
 
 from agentrl_runtime.configs import AgentTrainingConfig
-from agentrl_runtime.databases import Record, Run, Shard, Task, TrajectoryBatch, find_documents, now
+from agentrl_runtime.databases import Record, Run, Shard, Task, TrajectoryBatch, find_documents, insert_new, now
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import batch_id, record_id
 from agentrl_runtime.rollout.task_files import import_task_file
@@ -17,7 +17,6 @@ from agentrl_runtime.training.shards import FilterSpec, build_shard
 NO_DEMONSTRATION = "the task has no demonstration"
 HAS_IMAGES = "the task has images, which the text trainer cannot take"
 _CHUNK = 1000
-_DUPLICATE_KEY = 11000
 
 
 async def ensure_demonstration_shard(
@@ -51,7 +50,7 @@ async def _make_batch(config: AgentTrainingConfig, run: Run, dataset: str, token
         )
     records = await asyncio.to_thread(_records, config, run.id, batch_id(run.id, 0), tasks, tokenizer)
     for start in range(0, len(records), _CHUNK):
-        await _insert_new(records[start : start + _CHUNK])
+        await insert_new(Record, records[start : start + _CHUNK])
     batch = TrajectoryBatch(
         id=batch_id(run.id, 0),
         run_id=run.id,
@@ -107,11 +106,3 @@ def _reason_to_leave_out(config: AgentTrainingConfig, task: Task, tokenizer: Any
     if len(prompt) > config.max_prompt_tokens:
         return f"prompt of {len(prompt)} tokens is longer than max_prompt_tokens {config.max_prompt_tokens}"
     return None
-
-
-async def _insert_new(records: list[Record]) -> None:
-    try:
-        await Record.insert_many(records, ordered=False)
-    except BulkWriteError as error:
-        if any(item.get("code") != _DUPLICATE_KEY for item in error.details["writeErrors"]):
-            raise

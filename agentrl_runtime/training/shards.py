@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import DuplicateKeyError
 
 from agentrl_runtime.configs import AgentTrainingConfig
-from agentrl_runtime.databases import DBRecordData, LeftOut, Run, Shard, TrajectoryBatch
+from agentrl_runtime.databases import DBRecordData, LeftOut, Run, Shard, TrajectoryBatch, insert_new
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.local.endpoints import home
 from agentrl_runtime.runs import code_revision
@@ -21,7 +21,6 @@ from agentrl_runtime.training.rows import Row, collect_rows
 if TYPE_CHECKING:
     import pyarrow
 
-_DUPLICATE_KEY = 11000
 _SEQ_ATTEMPTS = 100
 HISTOGRAM_BINS = 10
 
@@ -103,14 +102,7 @@ async def _insert_samples(shard: Shard, rows: list[Row]) -> None:
         )
         for number, row in enumerate(rows)
     ]
-    if not samples:
-        return
-    try:
-        await DBRecordData.insert_many(samples, ordered=False)
-    except BulkWriteError as error:
-        others = [item for item in error.details["writeErrors"] if item.get("code") != _DUPLICATE_KEY]
-        if others:
-            raise
+    await insert_new(DBRecordData, samples)
 
 
 async def _enter_stream(shard: Shard, in_stream: bool) -> Shard:
