@@ -33,7 +33,9 @@ class Guardian:
         # Blocked signals wait until sigtimedwait takes them: none is lost between two looks.
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         self.own_pid = os.getpid()
-        self.child = subprocess.Popen(command, preexec_fn=self._in_child).pid
+        # Held for good: a Popen that is let go takes the exit code of a child that has already ended with it.
+        self.popen = subprocess.Popen(command, preexec_fn=self._in_child)
+        self.child = self.popen.pid
         self.code: int | None = None
 
     def _in_child(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl_runtime import guard
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.processes import ProcessTree, start_tree, started_at, stray_processes, sweep_orphans
 
@@ -69,6 +70,20 @@ def test_exit_code_is_the_commands(folder: Path, code: str, expected: int) -> No
     tree = start_tree([sys.executable, "-c", code], name="one", log_path=folder / "one.log")
     assert tree.wait(30) == expected
     assert tree.poll() == expected
+
+
+def test_a_command_that_ends_before_its_guardian_looks(folder: Path) -> None:
+    slow = (
+        "import sys, subprocess, time; sys.path.insert(0, sys.argv.pop(1)); import guard\n"
+        "class Slow(subprocess.Popen):\n"
+        "    def __init__(self, *args, **options):\n"
+        "        super().__init__(*args, **options); time.sleep(0.5)\n"
+        "guard.subprocess.Popen = Slow\n"
+        "raise SystemExit(guard.main())"
+    )
+    rooms = str(Path(guard.__file__).parent)
+    command = [sys.executable, "-c", slow, rooms, "--parent", str(os.getpid()), "--", "/bin/sh", "-c", "exit 7"]
+    assert subprocess.run(command, timeout=20).returncode == 7
 
 
 def test_exit_code_survives_a_stop(folder: Path) -> None:
