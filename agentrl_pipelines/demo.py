@@ -20,7 +20,7 @@ from agentrl_runtime.runs import config_of, ensure_run, get_run, set_run_state
 #: The rollout process evaluates the last version after the trainer has ended.
 _LAST_EVALUATION_S = 300.0
 _REPORTS_S = 60.0
-_POLL_S = 0.5
+_POLL_S = 1.0
 #: The database may be away this long (it is started again) before the demo gives up.
 _DATABASE_PATIENCE_S = 60.0
 

@@ -118,6 +118,11 @@ class TrajectoryBatch(Document):
     ended: datetime | None = None
     reported: bool = False
 
+    @property
+    def attempts(self) -> int:
+        """Records of each task."""
+        return self.expected_records // len(self.task_ids) if self.task_ids else 0
+
     class Settings:
         name = "trajectory_batches"
         indexes = [

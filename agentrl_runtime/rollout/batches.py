@@ -10,7 +10,7 @@ from agentrl_runtime import ids
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.databases import DispatchedSamplingTask, Task, TrajectoryBatch, now
 from agentrl_runtime.errors import AgentRLError
-from agentrl_runtime.rollout.queue import push_batch, records_of
+from agentrl_runtime.rollout.queue import records_of
 
 GREEDY_ATTEMPTS = 1
 
@@ -32,7 +32,8 @@ def batch_tasks(task_ids: list[str], number: int, size: int, seed: int) -> tuple
 
 
 async def ensure_train_batch(config: AgentTrainingConfig, number: int, task_ids: list[str]) -> TrajectoryBatch:
-    """Training batch `number` of the run, queued; the same batch when it is there already."""
+    """Training batch `number` of the run; the same one when it is there already. Its records are pushed by the
+    engine that completes it."""
     epoch, chosen = batch_tasks(task_ids, number, config.prompts_per_batch, config.seed)
     batch = TrajectoryBatch(
         id=ids.batch_id(config.run_id, number),
@@ -44,7 +45,7 @@ async def ensure_train_batch(config: AgentTrainingConfig, number: int, task_ids:
         task_ids=chosen,
         expected_records=len(chosen) * config.num_generations,
     )
-    return await _ensure(batch, config.num_generations)
+    return await _ensure(batch)
 
 
 async def ensure_eval_batch(
@@ -59,20 +60,18 @@ async def ensure_eval_batch(
         dataset=dataset,
         epoch=0,
         task_ids=task_ids,
-        expected_records=len(task_ids),
+        expected_records=len(task_ids) * GREEDY_ATTEMPTS,
     )
-    return await _ensure(batch, GREEDY_ATTEMPTS)
+    return await _ensure(batch)
 
 
-async def _ensure(batch: TrajectoryBatch, attempts: int) -> TrajectoryBatch:
+async def _ensure(batch: TrajectoryBatch) -> TrajectoryBatch:
     try:
         await batch.insert()
     except DuplicateKeyError:
         found = await TrajectoryBatch.get(batch.id)
         assert found is not None
-        batch = found
-    if batch.status == "sampling":
-        await push_batch(batch, attempts)
+        return found
     return batch
 
 

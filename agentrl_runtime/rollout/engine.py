@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from agentrl_runtime.databases import Record, Task, TrajectoryBatch, find_documents
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.rollout.batches import finish_batch
-from agentrl_runtime.rollout.queue import claim, give_back_expired, kept_alive, unfinished
+from agentrl_runtime.rollout.queue import claim, give_back_expired, kept_alive, push_batch, unfinished
 from agentrl_runtime.rollout.sampler import AsyncSampler
 from agentrl_runtime.rollout.session import SamplingSession
 
@@ -37,18 +37,22 @@ class RolloutEngine:
                 await asyncio.gather(*attempts, return_exceptions=True)
 
     async def complete(self, batch: TrajectoryBatch) -> TrajectoryBatch:
-        """Attempt every record of the batch, then mark it complete.
+        """Push the batch's records where they are missing, attempt every one, then mark it complete.
 
         Several samplers may work on one batch; whoever sees it done marks it. Raises the error of a server
         that cannot be brought back.
         """
-        mine: set[asyncio.Task[None]] = set()
+        self._raise_if_server_failed()
+        claimed = await self._reserved(lambda free: self._push(batch, free))
+        mine = {self._begin(record) for record in claimed}
         loop = asyncio.get_running_loop()
-        next_look = 0.0  # a queue that was found empty is looked at again after a while, not at each record's end
+        # All of a batch that was leased to us as it was pushed: nothing is queued. A queue that was found empty is
+        # looked at again after a while, not at each record's end.
+        next_look = loop.time() + _LOOK_AGAIN_SECONDS if len(claimed) == batch.expected_records else 0.0
         while True:
             while self._free > 0 and (not mine or loop.time() >= next_look):
                 self._raise_if_server_failed()
-                claimed = await self._claim(batch)
+                claimed = await self._reserved(lambda free: self._claim(batch, free))
                 mine |= {self._begin(record) for record in claimed}
                 if self._free > 0:
                     next_look = loop.time() + _LOOK_AGAIN_SECONDS
@@ -77,19 +81,26 @@ class RolloutEngine:
         if self.session.server.failed is not None:
             raise self.session.server.failed
 
-    async def _claim(self, batch: TrajectoryBatch) -> list[Record]:
+    async def _reserved(self, get: Callable[[int], Awaitable[list[Record]]]) -> list[Record]:
+        """What `get` leases with all the free places, with the tasks loaded; the places it leaves are free again."""
         # Reserve first: two batches claim at once and must not go over the limit together.
         wanted, self._free = self._free, 0
-        claimed: list[Record] = []
+        leased: list[Record] = []
         try:
-            claimed = await claim(batch.id, wanted, self.session.config.lease_seconds)
-            missing = {record.task_id for record in claimed} - self._tasks.keys()
+            leased = await get(wanted)
+            missing = {record.task_id for record in leased} - self._tasks.keys()
             if missing:
                 found = await find_documents(Task, {"_id": {"$in": sorted(missing)}})
                 self._tasks.update({task.id: task for task in found})
         finally:
-            self._free += wanted - len(claimed)
-        return claimed
+            self._free += wanted - len(leased)
+        return leased
+
+    async def _push(self, batch: TrajectoryBatch, free: int) -> list[Record]:
+        return await push_batch(batch, keep=free, lease_seconds=self.session.config.lease_seconds)
+
+    async def _claim(self, batch: TrajectoryBatch, free: int) -> list[Record]:
+        return await claim(batch.id, free, self.session.config.lease_seconds)
 
     async def _attempt(self, record: Record) -> None:
         task = self._tasks.get(record.task_id)

@@ -15,8 +15,21 @@ from agentrl_runtime.databases import FINAL_STATUSES, Record, TrajectoryBatch, f
 MAX_TRIES = 3
 
 
-async def push_batch(batch: TrajectoryBatch, attempts: int) -> None:
-    """Queue the records of a batch: `attempts` of each task. Pushing it again adds what is missing only."""
+async def push_batch(batch: TrajectoryBatch, *, keep: int = 0, lease_seconds: float = 0.0) -> list[Record]:
+    """Queue the records of a batch, the first `keep` of them leased to the caller; returns those.
+
+    Pushing it again adds what is missing only. A record that is leased from its birth costs one insert where
+    a claim costs an update more.
+    """
+    token = uuid.uuid4().hex
+    kept = {
+        "status": "leased",
+        "lease_token": token,
+        "lease_expires": now() + timedelta(seconds=lease_seconds),
+        "fence": 1,
+        "tries": 1,
+    }
+    attempts = [(task, attempt) for task in batch.task_ids for attempt in range(batch.attempts)]
     records = [
         Record(
             id=ids.record_id(batch.id, task, attempt),
@@ -25,11 +38,13 @@ async def push_batch(batch: TrajectoryBatch, attempts: int) -> None:
             task_id=task,
             attempt=attempt,
             split=batch.split,
+            **(kept if place < keep else {}),
         )
-        for task in batch.task_ids
-        for attempt in range(attempts)
+        for place, (task, attempt) in enumerate(attempts)
     ]
-    await insert_new(Record, records)
+    if await insert_new(Record, records) == len(records):
+        return records[:keep]
+    return await _leased(batch.id, token)
 
 
 async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]:
@@ -54,6 +69,10 @@ async def claim(batch_id: str, limit: int, lease_seconds: float) -> list[Record]
             "$inc": {"fence": 1, "tries": 1},
         },
     )
+    return await _leased(batch_id, token)
+
+
+async def _leased(batch_id: str, token: str) -> list[Record]:
     # The batch and status have an index; the token needs none of its own, which every claim and finish would pay.
     return await find_documents(Record, {"batch_id": batch_id, "status": "leased", "lease_token": token})
 

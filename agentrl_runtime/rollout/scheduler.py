@@ -1,6 +1,7 @@
 """The rollout process of a run: keeps the server at the newest policy, samples batches, evaluates."""
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,7 @@ from agentrl_runtime.rollout.batches import batch_tasks, ensure_train_batch, pro
 from agentrl_runtime.rollout.datasets import SizedTasks, store_tasks
 from agentrl_runtime.rollout.engine import RolloutEngine
 from agentrl_runtime.rollout.evaluation import evaluate
-from agentrl_runtime.rollout.queue import give_back_all, push_batch
+from agentrl_runtime.rollout.queue import give_back_all
 from agentrl_runtime.rollout.sampler import AsyncSampler
 from agentrl_runtime.rollout.session import SamplingSession, open_session
 from agentrl_runtime.rollout.task_files import import_task_file
@@ -36,6 +37,7 @@ from agentrl_runtime.training.shards import FilterSpec, build_shard
 
 _POLL_SECONDS = 0.2
 _STATE_SECONDS = 1.0
+_LOOK_AGAIN_SECONDS = 2.0
 #: Complete batches looked at when a dead process may have left one without its shard.
 _RECENT_BATCHES = 32
 
@@ -80,6 +82,8 @@ class SamplingScheduler:
         self._counted = ""  # the version that _optimizer_steps was counted for
         self._optimizer_steps = 0
         self._under_way: dict[asyncio.Task[None], int] = {}
+        self._latest: PolicyVersion | None = None
+        self._changed = asyncio.Event()  # what _may_start looks at
 
     def run(self) -> None:
         """Sample until the run is over; blocks. Raises AgentRLError when it cannot go on."""
@@ -143,6 +147,9 @@ class SamplingScheduler:
                 checked, state = loop.time(), (await get_run(self.config.run_id)).state
             latest = await latest_version(self.config.run_id)
             if latest is not None:
+                if self._latest is None or self._latest.number != latest.number:
+                    self._latest = latest
+                    self._changed.set()
                 due = self._evaluation_due(latest)
                 if self._served is None or self._served.number != latest.number:
                     await self._serve(session, latest)
@@ -172,6 +179,7 @@ class SamplingScheduler:
                 await asyncio.sleep(_POLL_SECONDS)
         await PolicyVersion.get_pymongo_collection().update_one({"_id": version.id}, {"$set": {"served": now()}})
         self._served = version
+        self._changed.set()
 
     async def _produce(self, run: Run, session: SamplingSession, engine: RolloutEngine) -> None:
         """Start batches as the bound on staleness lets them, those of a dead process first."""
@@ -181,7 +189,7 @@ class SamplingScheduler:
         per_epoch = -(-len(task_ids) // self.config.prompts_per_batch)
         total = None if self.config.max_steps >= 0 else per_epoch * self.config.num_train_epochs
         while self._served is None:
-            await asyncio.sleep(_POLL_SECONDS)
+            await self._next_change()
         async with asyncio.TaskGroup() as group:
             number = 0
             for batch in await self._left_over():
@@ -195,10 +203,16 @@ class SamplingScheduler:
                     self._start(group, run, session, engine, batch)
                     number += 1
                 else:
-                    await asyncio.sleep(_POLL_SECONDS / 2)
+                    await self._next_change()
+
+    async def _next_change(self) -> None:
+        """Returns when a version came or is served, or a batch ended; looks again after a while in any case."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _LOOK_AGAIN_SECONDS)
+        self._changed.clear()
 
     async def _may_start(self, rows: int) -> bool:
-        latest = await latest_version(self.config.run_id)
+        latest = self._latest
         assert self._served is not None and latest is not None
         if self._counted != latest.id:
             self._counted, self._optimizer_steps = latest.id, await _optimizer_steps(self.config.run_id)
@@ -226,7 +240,11 @@ class SamplingScheduler:
 
         worker = group.create_task(sample())
         self._under_way[worker] = batch.number
-        worker.add_done_callback(self._under_way.pop)
+        worker.add_done_callback(self._end)
+
+    def _end(self, worker: asyncio.Task[None]) -> None:
+        del self._under_way[worker]
+        self._changed.set()
 
     async def _left_over(self) -> list[TrajectoryBatch]:
         """Batches that a dead process left unfinished, or complete without a shard, oldest first."""
@@ -234,9 +252,7 @@ class SamplingScheduler:
         left = []
         for batch in reversed(found):
             if batch.status == "sampling":
-                # Its records may not all have been queued when the process died, and its leases died with it.
-                await push_batch(batch, self.config.num_generations)
-                await give_back_all(batch.id)
+                await give_back_all(batch.id)  # its leases died with the process
                 left.append(batch)
             elif await Shard.find_one({"batch_id": batch.id}) is None:
                 left.append(batch)

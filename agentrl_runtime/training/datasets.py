@@ -145,6 +145,7 @@ class DBIterableDataset:
         self.position = position
         self.shards = shards
         self.run_state = "running"
+        self._state_due = 0.0
         self._shard: StreamShard | None = None
         self._table: tuple[str, pa.Table] | None = None
 
@@ -177,8 +178,10 @@ class DBIterableDataset:
             turn_ends = time.monotonic() + TURN_SECONDS
 
     async def _look(self) -> None:
-        run = await Run.get(self.config.run_id)
-        self.run_state = run.state if run is not None else "removed"
+        if time.monotonic() >= self._state_due:
+            self._state_due = time.monotonic() + TURN_SECONDS
+            run = await Run.get(self.config.run_id)
+            self.run_state = run.state if run is not None else "removed"
         if self._shard is None or self._shard.seq < self.position.seq:
             found = await next_shard(self.config.run_id, self.position.seq - 1)
             self._shard = _head(found) if found is not None else None

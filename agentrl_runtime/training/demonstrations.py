@@ -77,32 +77,34 @@ async def _make_batch(config: AgentTrainingConfig, run: Run, dataset: str, token
 
 
 def _records(config: AgentTrainingConfig, run_id: str, batch: str, tasks: list[Task], tokenizer: Any) -> list[Record]:
-    made = []
-    for task in tasks:
-        reason = _reason_to_leave_out(config, task, tokenizer)
-        made.append(
-            Record(
-                id=record_id(batch, task.id, 0),
-                run_id=run_id,
-                batch_id=batch,
-                task_id=task.id,
-                attempt=0,
-                split="train",
-                origin="demonstration",
-                status="completed" if reason is None else "cancelled",
-                reason=reason or "",
-                ended=now(),
-            )
+    reasons = _reasons_to_leave_out(config, tasks, tokenizer)
+    return [
+        Record(
+            id=record_id(batch, task.id, 0),
+            run_id=run_id,
+            batch_id=batch,
+            task_id=task.id,
+            attempt=0,
+            split="train",
+            origin="demonstration",
+            status="cancelled" if task.id in reasons else "completed",
+            reason=reasons.get(task.id, ""),
+            ended=now(),
         )
-    return made
+        for task in tasks
+    ]
 
 
-def _reason_to_leave_out(config: AgentTrainingConfig, task: Task, tokenizer: Any) -> str | None:
-    if task.demonstration is None:
-        return NO_DEMONSTRATION
-    if task.images:
-        return HAS_IMAGES
-    prompt, _ = demonstration_ids(tokenizer, task.prompt_messages(), task.demonstration)
-    if len(prompt) > config.max_prompt_tokens:
-        return f"prompt of {len(prompt)} tokens is longer than max_prompt_tokens {config.max_prompt_tokens}"
-    return None
+def _reasons_to_leave_out(config: AgentTrainingConfig, tasks: list[Task], tokenizer: Any) -> dict[str, str]:
+    """Task id -> why it gives no row."""
+    reasons = {task.id: HAS_IMAGES for task in tasks if task.images}
+    reasons |= {task.id: NO_DEMONSTRATION for task in tasks if task.demonstration is None}
+    rest = [task for task in tasks if task.id not in reasons]
+    ids = demonstration_ids(
+        tokenizer, [task.prompt_messages() for task in rest], [task.demonstration or "" for task in rest]
+    )
+    most = config.max_prompt_tokens
+    for task, (prompt, _) in zip(rest, ids, strict=True):
+        if len(prompt) > most:
+            reasons[task.id] = f"prompt of {len(prompt)} tokens is longer than max_prompt_tokens {most}"
+    return reasons

@@ -201,16 +201,18 @@ async def _demonstrations(
 def _demonstration_segments(
     records: list[dict[str, Any]], left_out: dict[str, str], tasks: dict[str, Task], tokenizer: Any
 ) -> dict[str, list[Segment]]:
-    segments: dict[str, list[Segment]] = {}
-    for record in records:
-        if record["_id"] in left_out:
-            continue
+    kept = [record for record in records if record["_id"] not in left_out]
+    prompts, demonstrations = [], []
+    for record in kept:
         task = tasks.get(record["task_id"])
         if task is None or task.demonstration is None:
             raise AgentRLError(
                 f"record {record['_id']} is a demonstration of task {record['task_id']}, which has none",
                 mend="import the task file again: tasks are never changed once imported",
             )
-        prompt, reply = demonstration_ids(tokenizer, task.prompt_messages(), task.demonstration)
-        segments[record["_id"]] = [demonstration_segment(prompt, reply)]
-    return segments
+        prompts.append(task.prompt_messages())
+        demonstrations.append(task.demonstration)
+    ids = demonstration_ids(tokenizer, prompts, demonstrations)
+    return {
+        record["_id"]: [demonstration_segment(prompt, reply)] for record, (prompt, reply) in zip(kept, ids, strict=True)
+    }

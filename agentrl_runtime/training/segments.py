@@ -117,11 +117,15 @@ def demonstration_segment(prompt_ids: Sequence[int], demonstration_ids: Sequence
 
 
 def demonstration_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], demonstration: str
-) -> tuple[list[int], list[int]]:
-    """(prompt, demonstration + eos) as token ids; the prompt is the chat template with its generation prompt."""
+    tokenizer: Any, prompts: Sequence[list[dict[str, Any]]], demonstrations: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt, demonstration + eos) of each as token ids; a prompt is the chat template with its generation prompt."""
     if tokenizer.eos_token_id is None:
         raise AgentRLError("the tokenizer has no eos token", mend="set eos_token in its tokenizer_config.json")
-    prompt = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
-    reply = tokenizer(demonstration, add_special_tokens=False)["input_ids"]
-    return list(prompt), [*reply, tokenizer.eos_token_id]
+    if not prompts:
+        return []
+    texts = tokenizer.apply_chat_template(list(prompts), tokenize=False, add_generation_prompt=True)
+    rendered = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    replies = tokenizer(list(demonstrations), add_special_tokens=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [(list(prompt), [*reply, eos]) for prompt, reply in zip(rendered, replies, strict=True)]

@@ -29,7 +29,7 @@ from agentrl_runtime.rollout.batches import ensure_train_batch, task_ids_of
 from agentrl_runtime.rollout.engine import RolloutEngine
 from agentrl_runtime.rollout.evaluation import evaluate
 from agentrl_runtime.rollout.math import QuestionSampler
-from agentrl_runtime.rollout.queue import claim, give_back_all
+from agentrl_runtime.rollout.queue import give_back_all, push_batch
 from agentrl_runtime.rollout.sampler import AsyncSampler, NoTaskAvailableError
 from agentrl_runtime.rollout.session import SamplingSession, load_tokenizer
 from agentrl_runtime.rollout.task_files import import_task_file
@@ -148,7 +148,7 @@ async def test_records_survive_a_killed_server(store: ObjectStore, sglang: Serve
 async def test_a_batch_goes_on_where_a_dead_process_left_it(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:
     async with bench(store, sglang, tmp_path, tasks=8) as b:
         batch = await b.batch()
-        dead = await claim(batch.id, 6, 60)
+        dead = await push_batch(batch, keep=6, lease_seconds=60)
         async with RolloutEngine(b.session, QuestionSampler).running() as engine:
             working = asyncio.create_task(engine.complete(batch))
             while await Record.find({"batch_id": batch.id, "call_ids": {"$ne": []}}).count() < 10:
