@@ -228,7 +228,7 @@ async def test_large_messages_go_to_the_object_store_and_half_surrogates_are_rep
 
 async def test_one_unstorable_call_fails_alone(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:
     async with bench(store, sglang, tmp_path, tasks=1, num_generations=2) as b:
-        (one, two) = await claim((await b.batch()).id, 2, 60)
+        (one, two) = await push_batch(await b.batch(), keep=2, lease_seconds=60)
         good = await b.session.writer.add_call({"_id": fresh("call_"), "record_id": one.id, "run_id": b.run.id})
         bad = await b.session.writer.add_call({"_id": fresh("call_"), "record_id": two.id, "text": "\ud800"})
         await good
@@ -243,6 +243,7 @@ async def test_a_sampler_made_from_a_config_claims_a_record(
     async with bench(store, sglang, tmp_path, tasks=1, num_generations=1) as b:
         await commit_version(b, store, sglang.folder)
         batch = await b.batch()
+        await push_batch(batch)
         monkeypatch.setattr(sglang.manager, "config", b.config)
         await sglang.manager._register("ready")
         async with QuestionSampler(b.config) as sampler:
