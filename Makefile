@@ -32,7 +32,7 @@ types: setup  ## Type check
 
 # One process a room: the database client of a long-lived server belongs to one event loop.
 test: chromium setup lint  ## Lint, types and every test
-	@set -e; for room in unit integration sglang browser; do \
+	@set -e; for room in unit integration sglang demo browser; do \
 	  echo "== tests/$$room"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/$$room $(ARGS); done
 
 chromium:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import socket
 import uuid
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
@@ -10,6 +12,7 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl_runtime.databases.base import Document, now, register_new_model
 from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.processes import started_at
 
 
 class LockLost(AgentRLError):
@@ -18,11 +21,15 @@ class LockLost(AgentRLError):
 
 @register_new_model
 class DistributedLock(Document):
-    """A lease: whoever's `token` is stored holds it until `expires`. `fence` grows with every holder."""
+    """A lease: whoever's `token` is stored holds it until `expires`. `fence` grows with every holder.
+
+    `process` is the holder's host:pid:start, which tells on the same machine whether it is still there.
+    """
 
     id: str
     token: str
     holder: str
+    process: str = ""
     expires: datetime
     fence: int
 
@@ -64,24 +71,47 @@ class Lease:
             raise LockLost(f"lock {self.name} was taken over by another process", mend="stop one of the two")
 
 
+def _this_process() -> str:
+    pid = os.getpid()
+    return f"{socket.gethostname()}:{pid}:{started_at(pid) or 0.0:.2f}"
+
+
+def _is_gone(process: str) -> bool:
+    """Whether the holder ran on this machine and is dead: nobody waits for its lease to run out after a kill.
+
+    A wrong verdict (machines that share a name) is harmless: the loser finds its lease lost before it commits.
+    """
+    host, _, place = process.partition(":")
+    if host != socket.gethostname() or not place:
+        return False
+    pid, _, started = place.partition(":")
+    alive = started_at(int(pid))
+    return alive is None or abs(alive - float(started)) >= 1.0
+
+
 async def _try_take(name: str, token: str, holder: str, ttl: float) -> int | None:
     locks = DistributedLock.get_pymongo_collection()
-    expires = now() + timedelta(seconds=ttl)
-    try:
-        await locks.insert_one({"_id": name, "token": token, "holder": holder, "expires": expires, "fence": 1})
-        return 1
-    except DuplicateKeyError:
-        await locks.update_one(
-            {"_id": name, "expires": {"$lt": now()}},
-            {"$set": {"token": token, "holder": holder, "expires": expires}, "$inc": {"fence": 1}},
-        )
+    ours = {"token": token, "holder": holder, "process": _this_process(), "expires": now() + timedelta(seconds=ttl)}
     found = await locks.find_one({"_id": name})
-    return int(found["fence"]) if found and found["token"] == token else None
+    if found is None:
+        try:
+            await locks.insert_one({"_id": name, **ours, "fence": 1})
+        except DuplicateKeyError:
+            return None
+        return 1
+    if found["expires"] >= now() and not _is_gone(found.get("process", "")):
+        return None
+    taken = await locks.update_one(
+        {"_id": name, "token": found["token"], "expires": found["expires"]}, {"$set": ours, "$inc": {"fence": 1}}
+    )
+    return int(found["fence"]) + 1 if taken.modified_count else None
 
 
 @contextlib.asynccontextmanager
 async def hold_lock(name: str, *, holder: str, ttl: float = 15.0, wait: float = 30.0) -> AsyncIterator[Lease]:
-    """Hold the lock, renewing it three times per `ttl` seconds; a dead holder blocks for `ttl` at most.
+    """Hold the lock, renewing it three times per `ttl` seconds.
+
+    A dead holder blocks for `ttl` at most, and not at all when it ran on this machine.
 
     Raises AgentRLError when another holder keeps it for `wait` seconds.
     """
@@ -91,7 +121,7 @@ async def hold_lock(name: str, *, holder: str, ttl: float = 15.0, wait: float = 
         if asyncio.get_running_loop().time() > deadline:
             other = await DistributedLock.get(name)
             raise AgentRLError(
-                f"{name} is held by {other.holder if other else 'another process'}",
+                f"{name} is held by {f'{other.holder} ({other.process})' if other else 'another process'}",
                 mend="wait for it to end or stop it; a dead holder's lock is free within a minute",
             )
         await asyncio.sleep(min(1.0, ttl / 5))

@@ -87,7 +87,9 @@ def _differences(
     """(|recorded - recomputed|, sample id) of each token that this version sampled."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(fetch_version(version, store), dtype=torch.float32).eval()
     found = []
     with torch.inference_mode():

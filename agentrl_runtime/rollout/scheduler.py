@@ -92,7 +92,7 @@ class SamplingScheduler:
     async def main(self) -> None:
         async with open_stores(self.config) as store:
             run = await ensure_run(self.config)
-            async with hold_lock(f"{run.id}/rollout", holder="rollout process") as lease:
+            async with hold_lock(f"{run.id}/rollout", holder="a rollout process") as lease:
                 await self._import_datasets()
                 folder = await self._starting_folder(store)
                 async with open_session(self.config, store, folder) as session:

@@ -6,8 +6,6 @@ position. So no row is trained twice and none is skipped, whenever a process die
 """
 
 import asyncio
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.databases import (
-    DistributedLock,
     FileDigest,
     Lease,
     LeftOut,
@@ -26,11 +23,9 @@ from agentrl_runtime.databases import (
     Run,
     StepLedger,
     StreamPosition,
-    now,
 )
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.ids import version_id
-from agentrl_runtime.processes import started_at
 from agentrl_runtime.runs import code_revision
 from agentrl_runtime.storage import ObjectStore
 from agentrl_runtime.training.checkpoint import side_files, weight_files
@@ -220,29 +215,3 @@ def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink, compression="zstd")
     return bytes(sink.getvalue())
-
-
-# --- the holder of the trainer's lock -------------------------------------------------------------------
-
-
-def holder_name() -> str:
-    """`host:pid:start`, which tells on the same machine whether the holder is still there."""
-    pid = os.getpid()
-    return f"{socket.gethostname()}:{pid}:{started_at(pid) or 0.0:.2f}"
-
-
-async def free_dead_holder(lock: str) -> None:
-    """Let the lock expire now when its holder ran on this machine and is gone: no waiting after a kill.
-
-    A wrong verdict (machines that share a name) is harmless: the loser finds its lease lost before it commits.
-    """
-    found = await DistributedLock.get(lock)
-    if found is None or found.holder.count(":") != 2:
-        return
-    host, pid, started = found.holder.split(":")
-    alive = started_at(int(pid))
-    if host != socket.gethostname() or (alive is not None and abs(alive - float(started)) < 1.0):
-        return
-    await DistributedLock.get_pymongo_collection().update_one(
-        {"_id": lock, "token": found.token}, {"$set": {"expires": now().replace(year=2000)}}
-    )

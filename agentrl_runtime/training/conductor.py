@@ -20,8 +20,6 @@ from agentrl_runtime.training.bridge import AsyncBridge
 from agentrl_runtime.training.commit import (
     VersionDraft,
     commit_root,
-    free_dead_holder,
-    holder_name,
     insert_version,
     recover,
     statistics_table,
@@ -77,9 +75,8 @@ class Conductor:
             return
         self._require_running()
         lock = f"{self.run.id}/trainer"
-        self.bridge.run(free_dead_holder(lock))
         self.lease = self.bridge.enter(
-            hold_lock(lock, holder=holder_name(), ttl=LOCK_TTL_SECONDS, wait=LOCK_TTL_SECONDS + 3)
+            hold_lock(lock, holder="a trainer", ttl=LOCK_TTL_SECONDS, wait=LOCK_TTL_SECONDS + 3)
         )
         found = self.bridge.run(recover(self.run.id))
         version = found if found is not None else self._commit_root()

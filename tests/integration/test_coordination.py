@@ -1,6 +1,9 @@
 """Locks and counters on the real database."""
 
 import asyncio
+import socket
+import subprocess
+from datetime import timedelta
 
 import pytest
 from synthetic import fresh
@@ -11,6 +14,7 @@ from agentrl_runtime.databases import (
     add_to_counter,
     hold_lock,
     init_databases,
+    now,
     read_counter,
     register_new_model,
 )
@@ -63,6 +67,22 @@ async def test_a_lease_that_ran_out_is_taken_with_a_higher_fence(store: ObjectSt
         pass
     async with hold_lock(name, holder="second", wait=1.0) as second:
         assert second.fence == first.fence + 1
+
+
+async def test_a_killed_holder_on_this_machine_is_not_waited_for(store: ObjectStore) -> None:
+    name, later = fresh("lock"), now() + timedelta(hours=1)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for number, process in enumerate((f"{socket.gethostname()}:{ended.pid}:1.00", f"{socket.gethostname()}:1:1e9"), 1):
+        lock = {"token": "dead", "holder": "killed", "process": process, "expires": later, "fence": number * 10}
+        await DistributedLock.get_pymongo_collection().update_one({"_id": name}, {"$set": lock}, upsert=True)
+        async with hold_lock(name, holder="next", wait=0.0) as lease:
+            assert lease.fence == number * 10 + 1
+    elsewhere = {"token": "lives", "process": f"another-host:{ended.pid}:1.00", "expires": later}
+    await DistributedLock.get_pymongo_collection().update_one({"_id": name}, {"$set": elsewhere})
+    with pytest.raises(AgentRLError, match="another-host"):
+        async with hold_lock(name, holder="next", wait=0.0):
+            raise AssertionError("two holders")
 
 
 async def test_counters_lose_nothing(store: ObjectStore) -> None:
