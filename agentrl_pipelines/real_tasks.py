@@ -10,14 +10,15 @@ from typing import Any
 
 from agentrl_runtime.errors import AgentRLError
 
-#: The family whose held-out score decides whether the policy improved: sums of two numbers below 100.
+#: The family whose held-out score decides whether the policy improved: one sum or difference of two digits.
 EASIER = "chain_sum"
 _FAMILIES: dict[str, dict[str, Any]] = {
-    EASIER: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "allow_negation": False},
+    EASIER: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
 }
-_TRAIN = {EASIER: 768, "gcd": 256}
-_HELD_OUT = {EASIER: 64, "gcd": 32}
+#: At most: there are about two hundred sums and differences of two digits.
+_TRAIN = {EASIER: 256, "gcd": 64}
+_HELD_OUT = {EASIER: 40, "gcd": 16}
 _INSTRUCTION = "Answer with only the number."
 
 

@@ -158,6 +158,12 @@ class AgentTrainingConfig(BaseSettings):
         return self.train_file.stem
 
     @property
+    def sampling_temperature(self) -> float:
+        """What the server divides logits by in training calls. A temperature of 0 samples greedily, from logits
+        as they are."""
+        return float(self.preferred_sampling_params.get("temperature", 1.0)) or 1.0
+
+    @property
     def rows_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 

@@ -50,7 +50,7 @@ async def recompute_logprobs(
     versions = {version.id: version for version in await PolicyVersion.find({"_id": {"$in": names}}).to_list()}
     if missing := [name for name in names if name not in versions]:
         raise AgentRLError(f"policy version {missing[0]} is not in the database", mend="restore its document")
-    temperature = float(config.preferred_sampling_params.get("temperature", 1.0)) or 1.0
+    temperature = config.sampling_temperature
     differences: list[tuple[float, str]] = []
     for name in names:
         own = [row for row in rows if name in row["version_ids"]]

@@ -85,7 +85,9 @@ class Learner:
         self.config, self.ranks = config, ranks
         model.train()
         model.requires_grad_(True)
-        self.policy = PolicyForward(model, config.loss_seq_chunk_size)
+        # Demonstrations were sampled by nobody.
+        temperature = config.sampling_temperature if config.stage == "rl" else 1.0
+        self.policy = PolicyForward(model, config.loss_seq_chunk_size, temperature)
         shard_policy(self.policy, ranks, compute_dtype=compute_dtype)
         self.optimizer = build_optimizer(model, config)
 

@@ -25,8 +25,11 @@ def token_logprobs(
     source_index: Int[Tensor, " tokens"],
     target_ids: Int[Tensor, " tokens"],
     chunk: int = DEFAULT_CHUNK,
+    temperature: float = 1.0,
 ) -> Float[Tensor, " tokens"]:
     """log p(target | hidden at source), float32; `source_index` is b * N + n.
+
+    Logits are divided by `temperature`: the policy that is trained is the one that samples.
 
     Logits exist for `chunk` tokens at a time and are computed again in the backward pass. With no target the
     result is empty and still carries (zero) gradients to `hidden` and the head, as collectives need.
@@ -35,14 +38,16 @@ def token_logprobs(
         raise AgentRLError(f"loss_seq_chunk_size is {chunk}", mend="use 1 or more")
     selected = hidden.flatten(0, 1)[source_index]
     pieces = [
-        checkpoint(_chunk_logprobs, part, lm_head_weight, targets, use_reentrant=False)
+        checkpoint(_chunk_logprobs, part, lm_head_weight, targets, temperature, use_reentrant=False)
         for part, targets in zip(selected.split(chunk), target_ids.split(chunk), strict=True)
     ]
     return torch.cat(pieces)
 
 
-def _chunk_logprobs(hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor) -> Tensor:
+def _chunk_logprobs(hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
     logits = (hidden @ lm_head_weight.T).float()
+    if temperature != 1.0:
+        logits = logits / temperature
     return logits.gather(-1, target_ids[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
@@ -53,7 +58,7 @@ class PolicyForward(nn.Module):
     Raises AgentRLError for a model whose attention is not SDPA or whose logits are more than a plain product.
     """
 
-    def __init__(self, model: Any, chunk: int = DEFAULT_CHUNK) -> None:
+    def __init__(self, model: Any, chunk: int = DEFAULT_CHUNK, temperature: float = 1.0) -> None:
         super().__init__()
         attention = getattr(model.config, "_attn_implementation", None)
         if attention != "sdpa":
@@ -69,6 +74,7 @@ class PolicyForward(nn.Module):
             raise AgentRLError("the model has no output head without bias", mend="use a causal language model")
         self.model = model
         self.chunk = chunk
+        self.temperature = temperature
 
     def forward(
         self,
@@ -82,7 +88,9 @@ class PolicyForward(nn.Module):
             input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
         head = self.model.get_output_embeddings()
-        return token_logprobs(output.last_hidden_state, head.weight, source_index, target_ids, self.chunk)
+        return token_logprobs(
+            output.last_hidden_state, head.weight, source_index, target_ids, self.chunk, self.temperature
+        )
 
     def of(self, batch: "MicroBatch") -> Float[Tensor, " tokens"]:
         """Log-probabilities of a micro-batch's trained tokens, in the order of its flat vectors."""

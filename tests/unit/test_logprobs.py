@@ -111,14 +111,14 @@ def test_packed_trees_equal_separate_sequences(max_tokens, budget):
         torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
-def test_chunks_change_neither_value_nor_gradient(chunk):
+@pytest.mark.parametrize(("chunk", "temperature"), [(1, 1.0), (3, 0.7), (16, 1.3), (100, 1.0)])
+def test_chunks_change_neither_value_nor_gradient(chunk, temperature):
     torch.manual_seed(1)
     hidden, weight = torch.randn(2, 9, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     source, target = torch.randint(0, 18, (16,)), torch.randint(0, 11, (16,))
     scale = torch.randn(16)
-    plain = (hidden @ weight.T).log_softmax(-1).flatten(0, 1)[source].gather(-1, target[:, None])[:, 0]
-    chunked = token_logprobs(hidden, weight, source, target, chunk)
+    plain = (hidden @ weight.T / temperature).log_softmax(-1).flatten(0, 1)[source].gather(-1, target[:, None])[:, 0]
+    chunked = token_logprobs(hidden, weight, source, target, chunk, temperature)
     assert chunked.dtype == torch.float32
     torch.testing.assert_close(chunked, plain)
     wanted = torch.autograd.grad((plain * scale).sum(), (hidden, weight))
