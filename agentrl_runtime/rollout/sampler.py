@@ -175,6 +175,8 @@ class AsyncSampler(ABC):
             "return_logprob": True,
             "logprob_start_len": -1,
         }
+        if not self._call_ids and self.record.split == "train" and self.config.num_generations > 1:
+            await self.session.prompts.ready(prompt_ids, timeout)
         started = now()
         async with self.session.calls_in_flight:
             answer = await self._generate(body, timeout)

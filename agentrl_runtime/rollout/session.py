@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import importlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.connections import open_stores
 from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.rollout.prefixes import SharedPrompts
 from agentrl_runtime.rollout.writer import RecordWriter
 from agentrl_runtime.storage import ObjectStore
 from agentrl_runtime.training.inference import InferenceManager
@@ -30,6 +31,10 @@ class SamplingSession:
     server: InferenceManager
     writer: RecordWriter
     calls_in_flight: asyncio.Semaphore
+    prompts: SharedPrompts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = SharedPrompts(self.server)
 
     def sampling_params(self, split: str) -> dict[str, Any]:
         """SGLang's parameters of a call: as configured in training, greedy in evaluation."""

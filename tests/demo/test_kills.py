@@ -1,4 +1,4 @@
-"""`agentrl demo` with everything in it killed once in mid-loop: it goes on, and its ledger shows no row twice or missing."""
+"""`agentrl demo` with everything in it killed once in mid-loop: it goes on, and no row is trained twice or missed."""
 
 import asyncio
 import itertools

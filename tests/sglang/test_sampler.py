@@ -101,6 +101,28 @@ async def test_a_batch_stores_exact_tokens_and_becomes_a_shard(
         assert {row["record_id"] for row in rows} == {record.id for record in records} and shard.seq == 1
 
 
+async def test_a_prompt_of_many_attempts_is_read_once(
+    store: ObjectStore, sglang: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "+".join(["1"] * 25) + "="
+    answers: list[tuple[int, dict[str, Any]]] = []
+    generate = sglang.manager.generate
+
+    async def noted(body: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        answer = await generate(body, timeout=timeout)
+        answers.append((body["sampling_params"]["max_new_tokens"], answer["meta_info"]))
+        return answer
+
+    monkeypatch.setattr(sglang.manager, "generate", noted)
+    lines = f'{{"query": "{long}", "answer": "25"}}\n{{"query": "1+1=", "answer": "2"}}'
+    async with bench(store, sglang, tmp_path, tasks=2, lines=lines, num_generations=6, max_prompt_tokens=64) as b:
+        assert len(await b.complete()) == 12
+    ahead = [meta for new_tokens, meta in answers if new_tokens == 0]
+    calls = [meta for new_tokens, meta in answers if new_tokens and meta["prompt_tokens"] >= len(long)]
+    assert [meta["prompt_tokens"] for meta in ahead] == [len(long)] and len(answers) == 13
+    assert len(calls) == 6 and all(meta["cached_tokens"] >= len(long) - 1 for meta in calls)
+
+
 async def test_two_engines_share_a_batch_without_doubles(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:
     async with bench(store, sglang, tmp_path, tasks=16, max_concurrent_samples_per_process=3) as b:
         batch = await b.batch()
