@@ -123,6 +123,17 @@ async def test_a_prompt_of_many_attempts_is_read_once(
     assert len(calls) == 6 and all(meta["cached_tokens"] >= len(long) - 1 for meta in calls)
 
 
+async def test_the_older_batch_is_begun_first(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:
+    begun: list[str] = []
+    noting = sampler_of(lambda sampler: begun.append(sampler.record.batch_id))
+    async with bench(store, sglang, tmp_path, tasks=6, max_concurrent_samples_per_process=5) as b:
+        batches = [await b.batch(number) for number in range(3)]
+        async with RolloutEngine(b.session, noting).running() as engine:
+            done = await asyncio.gather(*(engine.complete(batch) for batch in batches))
+    assert [batch.status for batch in done] == ["complete"] * 3
+    assert begun == [batch.id for batch in batches for _ in range(12)]
+
+
 async def test_two_engines_share_a_batch_without_doubles(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:
     async with bench(store, sglang, tmp_path, tasks=16, max_concurrent_samples_per_process=3) as b:
         batch = await b.batch()
