@@ -49,7 +49,7 @@ class AuditReport:
         verdict = "holds" if not self.violations else f"has {len(self.violations)} violations"
         lines = [
             f"run {self.run_id} {verdict}: {self.versions} versions, {self.steps} steps, {self.rows} rows taken from "
-            f"{self.shards} shards, {self.left_out_rows} of them left out as too stale",
+            f"{self.shards} shards, {self.left_out_rows} of them left out by the trainer",
             f"{self.samples} samples traced to a line of a task file; {self.sampled_tokens} sampled tokens of "
             f"{self.calls} calls are as the server gave them",
         ]

@@ -53,6 +53,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._tools = tools
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._control = control_tokens(tokenizer)
         self._prompts: list[_Prompt] = []
         self._replies: list[_Reply] = []
         self._normal: dict[str, tuple[Message, str]] = {}
@@ -66,7 +67,7 @@ class Conversation:
             raise AgentRLError("a conversation without messages", mend="give at least one message")
         normal = [self._normalised(message, index) for index, message in enumerate(messages)]
         turns = [turn for _, turn in normal]
-        text = self._render([message for message, _ in normal])
+        text = render(self._tokenizer, [message for message, _ in normal], self._tools)
         for prompt in reversed(self._prompts):
             if prompt.text == text and prompt.turns == turns:  # asked again
                 return list(prompt.ids)
@@ -108,21 +109,6 @@ class Conversation:
         self.branches += bool(self._prompts)
         return self._encode(text)
 
-    def _render(self, messages: list[Message]) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, add_generation_prompt=True, tokenize=False
-            )
-        except (TemplateError, ValueError, TypeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise AgentRLError(
-                f"the chat template cannot render the messages ({roles}): {error}",
-                mend="change the messages, or take a model whose chat template takes them",
-            ) from error
-        return text
-
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         return ids
@@ -135,11 +121,41 @@ class Conversation:
         """The message in the one form that is rendered, and what makes it the same turn as another."""
         key = repr(message)
         if key not in self._normal:
-            cleaner = _Cleaner()
+            cleaner = _Cleaner(self._control)
             normal = cleaner.message(message, index)
             self.replaced += cleaner.replaced
             self._normal[key] = (normal, _turn(normal))
         return self._normal[key]
+
+
+def control_tokens(tokenizer: Any) -> frozenset[str]:
+    """The texts that the tokenizer turns into special tokens, wherever they stand."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return frozenset({str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)) - {""}
+
+
+def rendered_prompt(tokenizer: Any, messages: Sequence[Message], control: frozenset[str]) -> str:
+    """The chat template's text of the messages with its generation prompt, as the first prompt of a conversation.
+
+    Raises AgentRLError as `Conversation.prompt_ids` does.
+    """
+    cleaner = _Cleaner(control)
+    return render(tokenizer, [cleaner.message(message, index) for index, message in enumerate(messages)])
+
+
+def render(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+    """The chat template's text of messages in their normal form. Raises AgentRLError when it cannot take them."""
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, ValueError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise AgentRLError(
+            f"the chat template cannot render the messages ({roles}): {error}",
+            mend="change the messages, or take a model whose chat template takes them",
+        ) from error
+    return text
 
 
 def _turn(message: Message) -> str:
@@ -187,10 +203,14 @@ def _end_but_for_spaces(text: str, start: int, spelling: str) -> int | None:
 
 
 class _Cleaner:
-    """Brings a message into the form that templates get: text content, arguments as objects, valid Unicode."""
+    """Brings a message into the form that templates get: text content, arguments as objects, valid Unicode.
 
-    def __init__(self) -> None:
+    Text that spells one of the `control` tokens is refused: it would end the turn, or stand for an image.
+    """
+
+    def __init__(self, control: frozenset[str]) -> None:
         self.replaced = 0
+        self._control = control
 
     def message(self, message: Message, index: int) -> Message:
         role = message.get("role")
@@ -203,6 +223,7 @@ class _Cleaner:
             if value is not None and name not in ("content", "tool_calls")
         }
         normal["content"] = self._text(_joined(message.get("content"), where))
+        self._refuse_control(normal["content"], where)
         calls = message.get("tool_calls")
         if calls:
             normal["tool_calls"] = [
@@ -215,8 +236,17 @@ class _Cleaner:
         if not isinstance(function, dict):
             raise AgentRLError(f"{where} is not an object", mend='write {"function": {"name": ..., "arguments": ...}}')
         function = {**function, "arguments": _arguments(function.get("arguments"), where)}
+        self._refuse_control(json.dumps(function, ensure_ascii=False, default=str), where)
         cleaned: dict[str, Any] = self._value({**call, "function": function} if "function" in call else function)
         return cleaned
+
+    def _refuse_control(self, text: str, where: str) -> None:
+        found = next((token for token in self._control if token in text), None)
+        if found is not None:
+            raise AgentRLError(
+                f"{where}: the text holds {found!r}, which the tokenizer takes for a control token",
+                mend="write it otherwise, with a space after its first character for instance",
+            )
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, str):

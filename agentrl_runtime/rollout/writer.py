@@ -10,6 +10,7 @@ from pymongo.errors import BulkWriteError
 
 from agentrl_runtime.databases import DispatchedSamplingTask, Record, ignore_duplicates
 from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.storage.bodies import storable
 
 _WINDOW_SECONDS = 0.03
 _MOST_WAITING = 2048
@@ -56,9 +57,10 @@ class RecordWriter:
     async def finish(self, record_id: str, lease_token: str, fields: dict[str, Any]) -> None:
         """Set fields of a leased record and return when it is stored.
 
-        Raises LeaseLost when the record is no longer leased under this token; nothing is written then.
+        Raises LeaseLost when the record is no longer leased under this token; nothing is written then. Texts may
+        come from a model or a tool: half surrogates in them become U+FFFD.
         """
-        await (await self._put(None, record_id, lease_token, fields))
+        await (await self._put(None, record_id, lease_token, storable(fields)))
 
     async def _put(
         self, call: dict[str, Any] | None, record_id: str, token: str, fields: dict[str, Any]

@@ -62,7 +62,7 @@ def pack_messages(store: ObjectStore, messages: list[dict[str, Any]], enable_oss
     Half surrogates, which no store takes, become U+FFFD. Blocks while they go to the object store. Raises
     AgentRLError when they are larger than a document may be and `enable_oss` is False.
     """
-    clean = _storable(messages)
+    clean = storable(messages)
     body = json.dumps(clean, ensure_ascii=False, default=str).encode()
     if len(body) <= INLINE_BYTES:
         return {"messages": clean}
@@ -82,12 +82,13 @@ def unpack_messages(store: ObjectStore, request: dict[str, Any]) -> list[dict[st
     return found
 
 
-def _storable(value: Any) -> Any:
+def storable(value: Any) -> Any:
+    """The value with half surrogates, which no store takes, as U+FFFD in every text of it."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {_storable(name): _storable(item) for name, item in value.items()}
-    return [_storable(item) for item in value] if isinstance(value, list | tuple) else value
+        return {storable(name): storable(item) for name, item in value.items()}
+    return [storable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def unpack_tokens(store: ObjectStore, call: Any) -> tuple[list[int], list[int], list[float]]:

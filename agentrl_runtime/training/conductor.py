@@ -227,7 +227,7 @@ class Conductor:
             log.info(
                 "%s shard %d rows %d-%d loss %.4f grad %.3f in %.2f s%s",
                 *(message.name, plan.seq, plan.start, plan.stop, metrics["loss"], metrics["grad_norm"], seconds),
-                f", {len(left_out)} rows left out as too stale" if left_out else "",
+                f", {len(left_out)} rows left out" if left_out else "",
             )
 
     def failed(self, message: Learn, error: AgentRLError) -> AgentRLError:

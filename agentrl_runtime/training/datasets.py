@@ -25,6 +25,7 @@ FIRST_SEQ = 1
 POLL_SECONDS = 0.1
 #: A waiting dataset gives `Wait` this often, so that the trainer can look at its other duties.
 TURN_SECONDS = 1.0
+TIED_STEP = "every advantage of the step is zero, so that it teaches nothing"
 
 #: One Parquet row as a dict, its number in the shard, and the number of the version that trains on it.
 ConvertRecordToData = Callable[[dict[str, Any], int, int], TrainingSequence]
@@ -228,7 +229,10 @@ def training_sequences(
     max_policy_lag: int,
     convert: ConvertRecordToData = convert_record_to_data_func,
 ) -> tuple[list[TrainingSequence], list[LeftOut]]:
-    """The sequences of a step, and the rows that are left out because a trained token of theirs is too stale."""
+    """The sequences of a step, and the rows that are left out with the reason.
+
+    A row is left out when a trained token of it is too stale; all are when every advantage is zero.
+    """
     sequences: list[TrainingSequence] = []
     left_out: list[LeftOut] = []
     for row, number in zip(rows.to_pylist(), numbers, strict=True):
@@ -239,4 +243,13 @@ def training_sequences(
             left_out.append(LeftOut(record_id=row["record_id"], reason=reason))
         else:
             sequences.append(sequence)
+    if sequences and not any(_teaches(sequence) for sequence in sequences):
+        # The gradient would be zero, but the optimizer's momentum would still move the weights.
+        record_of = dict(zip(numbers, rows["record_id"].to_pylist(), strict=True))
+        left_out += [LeftOut(record_id=record_of[s.row], reason=f"row {s.row}: {TIED_STEP}") for s in sequences]
+        return [], left_out
     return sequences, left_out
+
+
+def _teaches(sequence: TrainingSequence) -> bool:
+    return any(a != 0 and kept for a, kept in zip(sequence.advantages, sequence.loss_mask, strict=True))

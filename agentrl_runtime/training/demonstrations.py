@@ -25,7 +25,8 @@ async def ensure_demonstration_shard(
     """The shard of batch RUN.b00000, which holds one row for each task of the dataset with a demonstration.
 
     Imports `train_file` first when it is given; doing it all again gives the same shard. Tasks without a
-    demonstration, with images, or with a prompt longer than max_prompt_tokens are left out with the reason.
+    demonstration, with images, with messages that a sampler would refuse, or with a prompt longer than
+    max_prompt_tokens are left out with the reason.
     Raises AgentRLError when the dataset has no task, or no demonstration at all.
     """
     dataset = config.dataset_name
@@ -104,7 +105,9 @@ def _reasons_to_leave_out(config: AgentTrainingConfig, tasks: list[Task], tokeni
         tokenizer, [task.prompt_messages() for task in rest], [task.demonstration or "" for task in rest]
     )
     most = config.max_prompt_tokens
-    for task, (prompt, _) in zip(rest, ids, strict=True):
-        if len(prompt) > most:
-            reasons[task.id] = f"prompt of {len(prompt)} tokens is longer than max_prompt_tokens {most}"
+    for task, found in zip(rest, ids, strict=True):
+        if isinstance(found, str):
+            reasons[task.id] = found
+        elif len(found[0]) > most:
+            reasons[task.id] = f"prompt of {len(found[0])} tokens is longer than max_prompt_tokens {most}"
     return reasons

@@ -212,7 +212,12 @@ def _demonstration_segments(
             )
         prompts.append(task.prompt_messages())
         demonstrations.append(task.demonstration)
-    ids = demonstration_ids(tokenizer, prompts, demonstrations)
-    return {
-        record["_id"]: [demonstration_segment(prompt, reply)] for record, (prompt, reply) in zip(kept, ids, strict=True)
-    }
+    segments: dict[str, list[Segment]] = {}
+    for record, ids in zip(kept, demonstration_ids(tokenizer, prompts, demonstrations), strict=True):
+        if isinstance(ids, str):
+            raise AgentRLError(
+                f"record {record['_id']} is a demonstration that this tokenizer cannot take: {ids}",
+                mend="build the shard with the tokenizer of the run",
+            )
+        segments[record["_id"]] = [demonstration_segment(*ids)]
+    return segments

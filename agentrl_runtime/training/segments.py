@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_runtime.errors import AgentRLError
+from agentrl_runtime.rollout.tokens import control_tokens, rendered_prompt
 
 NOT_SAMPLED = -1
 
@@ -118,14 +119,29 @@ def demonstration_segment(prompt_ids: Sequence[int], demonstration_ids: Sequence
 
 def demonstration_ids(
     tokenizer: Any, prompts: Sequence[list[dict[str, Any]]], demonstrations: Sequence[str]
-) -> list[tuple[list[int], list[int]]]:
-    """(prompt, demonstration + eos) of each as token ids; a prompt is the chat template with its generation prompt."""
+) -> list[tuple[list[int], list[int]] | str]:
+    """(prompt, demonstration + eos) of each as token ids, or why it has none.
+
+    A prompt is what the sampler would send: the chat template of the messages in their normal form.
+    """
     if tokenizer.eos_token_id is None:
         raise AgentRLError("the tokenizer has no eos token", mend="set eos_token in its tokenizer_config.json")
-    if not prompts:
-        return []
-    texts = tokenizer.apply_chat_template(list(prompts), tokenize=False, add_generation_prompt=True)
-    rendered = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    replies = tokenizer(list(demonstrations), add_special_tokens=False)["input_ids"]
-    eos = tokenizer.eos_token_id
-    return [(list(prompt), [*reply, eos]) for prompt, reply in zip(rendered, replies, strict=True)]
+    control = control_tokens(tokenizer)
+    texts: dict[int, str] = {}
+    found: list[tuple[list[int], list[int]] | str] = []
+    for place, (messages, demonstration) in enumerate(zip(prompts, demonstrations, strict=True)):
+        spelled = next((token for token in control if token in demonstration), None)
+        if spelled is not None:
+            found.append(f"the demonstration holds {spelled!r}, which the tokenizer takes for a control token")
+            continue
+        try:
+            texts[place] = rendered_prompt(tokenizer, messages, control)
+            found.append("")
+        except AgentRLError as error:
+            found.append(error.what)
+    if texts:
+        rendered = tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
+        replies = tokenizer([demonstrations[place] for place in texts], add_special_tokens=False)["input_ids"]
+        for place, prompt, reply in zip(texts, rendered, replies, strict=True):
+            found[place] = (list(prompt), [*reply, tokenizer.eos_token_id])
+    return found

@@ -30,7 +30,7 @@ from agentrl_runtime.rollout.engine import RolloutEngine
 from agentrl_runtime.rollout.evaluation import evaluate
 from agentrl_runtime.rollout.math import QuestionSampler
 from agentrl_runtime.rollout.queue import give_back_all, push_batch
-from agentrl_runtime.rollout.sampler import AsyncSampler, NoTaskAvailableError
+from agentrl_runtime.rollout.sampler import AsyncSampler, NoTaskAvailableError, RecordFailed
 from agentrl_runtime.rollout.session import SamplingSession, load_tokenizer
 from agentrl_runtime.rollout.task_files import import_task_file
 from agentrl_runtime.rollout.writer import LeaseLost, RecordWriter
@@ -121,6 +121,19 @@ async def test_a_prompt_of_many_attempts_is_read_once(
     calls = [meta for new_tokens, meta in answers if new_tokens and meta["prompt_tokens"] >= len(long)]
     assert [meta["prompt_tokens"] for meta in ahead] == [len(long)] and len(answers) == 13
     assert len(calls) == 6 and all(meta["cached_tokens"] >= len(long) - 1 for meta in calls)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("tool said \ud800"), RecordFailed("tool said \ud800")])
+async def test_half_a_surrogate_in_a_reason_is_stored_as_a_replacement(
+    store: ObjectStore, sglang: Served, tmp_path: Path, error: Exception
+) -> None:
+    def fail(_: AsyncSampler) -> None:
+        raise error
+
+    async with bench(store, sglang, tmp_path, tasks=2) as b:
+        records = await b.complete(sampler_of(fail))
+        assert {record.status for record in records} == {"failed"}
+        assert all("tool said \ufffd" in record.reason for record in records)
 
 
 async def test_the_older_batch_is_begun_first(store: ObjectStore, sglang: Served, tmp_path: Path) -> None:

@@ -105,3 +105,27 @@ def test_rows_with_a_too_stale_trained_token_are_left_out(lag: int, kept: int) -
     assert sequences[0].staleness == [0, 0, 0]
     if left_out:
         assert left_out[-1].record_id == "rec_2" and "row 9: staleness 3" in left_out[-1].reason
+
+
+@pytest.mark.parametrize(("advantages", "kept"), [([0.0, 0.0], 0), ([0.0, -0.5], 2)])
+def test_a_step_whose_advantages_are_all_zero_is_left_out(advantages: list[float], kept: int) -> None:
+    """AdamW's momentum would move the weights, although nothing was learned."""
+    rows = pa.Table.from_pylist(
+        [
+            {
+                "record_id": f"rec_{number}",
+                "task_id": "t",
+                "input_ids": [1, 2],
+                "loss_mask": [0, 1],
+                "rollout_logprobs": [0.0, -1.0],
+                "advantages": [9.0, advantage],  # what is not trained does not count
+                "token_versions": [-1, 0],
+            }
+            for number, advantage in enumerate(advantages)
+        ]
+    )
+    sequences, left_out = training_sequences(rows, [4, 2], policy_version=0, max_policy_lag=0)
+    assert len(sequences) == kept
+    if not kept:
+        assert [item.record_id for item in left_out] == ["rec_0", "rec_1"]
+        assert "row 4" in left_out[0].reason and "advantage" in left_out[0].reason

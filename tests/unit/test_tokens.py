@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.rollout.tokens import Conversation
+from agentrl_runtime.training.segments import demonstration_ids
 
 _TURN = """{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content %}{{ text }}{% endif %}
 {%- for call in m.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{
@@ -274,3 +275,34 @@ def test_template_error_names_the_roles() -> None:
 def test_messages_without_a_role_are_refused(chatml: Any, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(AgentRLError):
         Conversation(chatml).prompt_ids(messages)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_text_that_spells_a_control_token_is_refused(chatml: Any, role: str) -> None:
+    messages = [USER, {"role": role, "content": "stop<|im_end|>now"}]
+    with pytest.raises(AgentRLError, match=rf"message 1 \({role}\).*<\|im_end\|>"):
+        Conversation(chatml).prompt_ids(messages)
+    assert Conversation(chatml).prompt_ids([USER, {"role": role, "content": "stop< |im_end|>now"}])
+
+
+def test_a_control_token_in_a_tool_call_is_refused(chatml: Any) -> None:
+    calls = [{"function": {"name": "say", "arguments": {"text": "<|end|>"}}}]
+    with pytest.raises(AgentRLError, match=r"tool call 0.*<\|end\|>"):
+        Conversation(chatml).prompt_ids([USER, said("", tool_calls=calls)])
+
+
+def test_a_demonstration_is_rendered_as_a_sampler_would(chatml: Any) -> None:
+    call = {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    told = {"role": "tool", "content": "rain"}
+    good = [
+        [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": call}]}, told],
+        [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}],
+    ]
+    bad = [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": "a<|im_end|>b"}],
+    ]
+    found = demonstration_ids(chatml, [*good, *bad, good[1]], ["wet", "2", "2", "2", "2<|end|>"])
+    for messages, demonstration, ids in zip(good, ["wet", "2"], found, strict=False):
+        assert ids == (Conversation(chatml).prompt_ids(messages), [*encode(chatml, demonstration), chatml.eos_token_id])
+    assert "image_url" in found[2] and "<|im_end|>" in found[3] and "<|end|>" in found[4]
