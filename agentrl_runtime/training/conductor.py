@@ -48,8 +48,10 @@ log = logging.getLogger("agentrl.trainer")
 
 LOCK_TTL_SECONDS = 15.0
 #: Entries that wait for a commit are published after this long without a new shard: the sampler may be waiting
-#: for the trainer to consume what it has, and would otherwise wait for ever.
+#: for the trainer to consume what it has, and would otherwise wait for ever. Without a lag it always is; with one,
+#: only when shards give fewer steps than their batches promised.
 QUIET_COMMIT_SECONDS = 5.0
+LAGGING_QUIET_COMMIT_SECONDS = 60.0
 
 
 class Conductor:
@@ -147,11 +149,12 @@ class Conductor:
 
     def _train(self) -> Iterator[Message]:
         quiet_since = time.monotonic()
+        patience = LAGGING_QUIET_COMMIT_SECONDS if self.config.max_policy_lag else QUIET_COMMIT_SECONDS
         if not self._all_done():
             for plan, rows in self.dataset:
                 self.lease.check()
                 if isinstance(plan, Wait):
-                    if self.pending and time.monotonic() - quiet_since > QUIET_COMMIT_SECONDS:
+                    if self.pending and time.monotonic() - quiet_since > patience:
                         yield self._save()
                     else:
                         yield Idle()
