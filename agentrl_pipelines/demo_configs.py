@@ -84,13 +84,13 @@ def chat_rl(
         max_concurrent_samples_per_process=64,
         preferred_sampling_params={"temperature": 1.0},
         max_policy_lag=1,
-        eval_every=2,
+        eval_every=3,
         learning_rate=5e-5,
         warmup_steps=3,
         # A group of equal scores teaches nothing and costs as much time as any other.
         drop_zero_advantage=True,
         per_device_train_batch_size=64,
-        max_steps=40,
+        max_steps=36,
         save_steps=4,  # a version of this model is 1.6 GB with its optimizer state
         num_train_epochs=100,
         max_tokens=512,
