@@ -138,6 +138,8 @@ class Terminal:
             self.say(title)
 
     def step(self, done: int) -> None:
+        # Entries of the ledger without an optimizer step are counted too.
+        done = min(done, self._seen[1])
         self._seen = (done, self._seen[1])
         if self._bar is not None:
             self._bar.update(self._task, completed=done)

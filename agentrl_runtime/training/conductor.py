@@ -168,7 +168,8 @@ class Conductor:
                     quiet_since = time.monotonic()
                 if self.stop.is_set() or self._all_done():
                     break
-                if self.optimizer_steps - self.saved_at_step >= self.config.save_steps:
+                # Also entries without a step: the sampler counts the shards that it waits to see consumed.
+                if max(self.optimizer_steps - self.saved_at_step, len(self.pending)) >= self.config.save_steps:
                     yield self._save()
         yield from self._end()
 
