@@ -61,7 +61,8 @@ async def impact(store: ObjectStore, text: str, limit: int | None = DEFAULT_LIMI
         return await _through_shards(shard_node(shard), [shard], limit, named=True)
     if kind == "step":
         step = (await by_id(StepLedger, [name]))[name]
-        versions = await by_id(PolicyVersion, [step["version_id"]])
+        # A ledger entry without an optimizer step changed no version.
+        versions = await by_id(PolicyVersion, [step["version_id"]] if step["optimizer_step"] else [])
         return await _with_reach(step_node(step), versions, limit)
     if kind == "version":
         return await _of_version(name, limit)
