@@ -193,12 +193,13 @@ class Tokenizer:
     """A character a token; the prompt ends with 99, eos is 0."""
 
     eos_token_id = 0
+    all_special_tokens = ("\0",)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[int]:
-        return [*(ord(character) for message in messages for character in message["content"]), 99]
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        return "".join(message["content"] for message in messages) + chr(99)
 
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
+    def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
 
 async def test_demonstrations_become_one_shard(store: ObjectStore, tmp_path: Path) -> None:
