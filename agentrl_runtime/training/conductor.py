@@ -149,12 +149,11 @@ class Conductor:
 
     def _train(self) -> Iterator[Message]:
         quiet_since = time.monotonic()
-        patience = LAGGING_QUIET_COMMIT_SECONDS if self.config.max_policy_lag else QUIET_COMMIT_SECONDS
         if not self._all_done():
             for plan, rows in self.dataset:
                 self.lease.check()
                 if isinstance(plan, Wait):
-                    if self.pending and time.monotonic() - quiet_since > patience:
+                    if self.pending and time.monotonic() - quiet_since > self._patience():
                         yield self._save()
                     else:
                         yield Idle()
@@ -168,10 +167,14 @@ class Conductor:
                     quiet_since = time.monotonic()
                 if self.stop.is_set() or self._all_done():
                     break
-                # Also entries without a step: the sampler counts the shards that it waits to see consumed.
-                if max(self.optimizer_steps - self.saved_at_step, len(self.pending)) >= self.config.save_steps:
+                if self.optimizer_steps - self.saved_at_step >= self.config.save_steps:
                     yield self._save()
         yield from self._end()
+
+    def _patience(self) -> float:
+        """Seconds without a shard after which less than `save_steps` is committed."""
+        short = any(not entry.optimizer_step for entry in self.pending)
+        return QUIET_COMMIT_SECONDS if short or not self.config.max_policy_lag else LAGGING_QUIET_COMMIT_SECONDS
 
     def _all_done(self) -> bool:
         reached = 0 <= self.config.max_steps <= self.optimizer_steps
