@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real dev down lint format types test chromium
+.PHONY: help setup demo demo-real dev down lint format types test test-kills chromium
 AGENTRL := .venv/bin/agentrl
 ARGS ?=
 
@@ -32,8 +32,11 @@ types: setup  ## Type check
 
 # One process a room: the database client of a long-lived server belongs to one event loop.
 test: chromium setup lint  ## Lint, types and every test
-	@set -e; for room in unit integration sglang demo browser; do \
+	@set -e; for room in unit integration sglang browser; do \
 	  echo "== tests/$$room"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/$$room $(ARGS); done
+
+test-kills: setup  ## Kill every process of a small demo once, and check its ledger (about six minutes)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/demo $(ARGS)
 
 chromium:
 	@command -v chromium >/dev/null || { echo "error: the browser tests need chromium" >&2; \

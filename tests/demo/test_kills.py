@@ -102,6 +102,7 @@ def pids_of(folder: Path, words: list[str]) -> list[int]:
     return found
 
 
+@pytest.mark.timeout(1500)
 def test_everything_killed_once(folder: Path, tmp_path: Path) -> None:
     up(folder)
     asyncio.run(begin_small_runs(folder))
