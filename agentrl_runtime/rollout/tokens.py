@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from agentrl_runtime.errors import AgentRLError
@@ -128,6 +129,7 @@ class Conversation:
         return self._normal[key]
 
 
+@lru_cache(maxsize=8)  # every conversation asks, and tokenizers collect them anew each time
 def control_tokens(tokenizer: Any) -> frozenset[str]:
     """The texts that the tokenizer turns into special tokens, wherever they stand."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
