@@ -197,7 +197,7 @@ def build_optimizer(model: nn.Module, config: AgentTrainingConfig) -> torch.opti
         lr=config.learning_rate,
         betas=config.adam_betas,
         eps=ADAM_EPS,
-        foreach=torch.cuda.is_available(),
+        fused=True,  # one pass over memory, on CPU and GPU alike
     )
 
 
