@@ -33,6 +33,7 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
             mend=f"read the logs in {house.folder / 'logs' / plan.run_id}",
         )
     (first, before), (last, after) = measured[0], measured[-1]
+    values = {row.version: value for row, value in measured}
     curve = learning_curve(
         [(row.number, row.reward) for row in rows if row.reward is not None],
         [(row.number, value) for row, value in measured],
@@ -43,7 +44,7 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
         "run": plan.run_id,
         "seed": plan.seed,
         "continued": plan.continued,
-        "measured_on": plan.family or "all held-out tasks",
+        "measured_on": plan.family or "greedy",
         "first": {"version": first.version, "value": before},
         "last": {"version": last.version, "value": after},
         "gain": after - before,
@@ -51,7 +52,7 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
         "improved": after - before >= WANTED_GAIN,
         "seconds": seconds,
         "seconds_of_stages": stages,
-        "versions": [row.as_dict() for row in rows],
+        "versions": [row.as_dict() | {"measured": values.get(row.version)} for row in rows],
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.system()},
         "curve": str(picture),
         "report": str(folder / "report.json"),
@@ -87,21 +88,22 @@ def _write_json(path: Path, value: Any) -> None:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"policy versions of {report['run']}", title_justify="left", box=None, pad_edge=False)
-    for name in ("version", "step", "reward", "greedy, unseen", "staleness", "seconds"):
+    measured = f"{report['measured_on']}, unseen"
+    for name in ("version", "step", "reward", measured, "staleness", "seconds"):
         table.add_column(name, justify="left" if name == "version" else "right", no_wrap=True)
     for row in report["versions"]:
         table.add_row(
             row["version"],
             str(row["step"]),
             _number(row["reward"]),
-            _number(row["accuracy"]),
+            _number(row["measured"]),
             _number(row["staleness"], 2),
             f"{row['seconds']:.1f}",
         )
     console.print(table)
     first, last = report["first"], report["last"]
     console.print(
-        f"\n{report['measured_on']}: {first['value']:.3f} ({first['version']}) -> {last['value']:.3f} "
+        f"\n{measured}: {first['value']:.3f} ({first['version']}) -> {last['value']:.3f} "
         f"({last['version']}) in {report['seconds']:.0f} s",
         markup=False,
     )

@@ -40,10 +40,7 @@ def impact_(id: IdArgument, all_: AllOption = False, limit: LimitOption = 20, as
 
 @app.command()
 def show(id: IdArgument, as_json: JsonOption = False) -> None:
-    """One thing in full: a record, call or sample with its tokens, any other as stored; `show runs` lists runs."""
-    if id == "runs":
-        runs(as_json)
-        return
+    """One thing in full: a record, call or sample with its tokens, any other as stored."""
     from agentrl_runtime.lineage.render import render_record
 
     found = _with_store(lambda store: _shown(store, id))
@@ -75,24 +72,24 @@ async def _shown(store: "ObjectStore", text: str) -> Any:
 
 @app.command()
 def worst(
-    run: Annotated[str, typer.Option(help="Run id.")],
+    run: Annotated[str, typer.Option(help="Run id; the newest run when not given.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Records shown.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
     """The lowest-scored training records of a run, with their replies and ids."""
     from agentrl_runtime.lineage.queries import RecordDetail, worst_records
     from agentrl_runtime.lineage.render import render_record
-    from agentrl_runtime.runs import get_run
+    from agentrl_runtime.runs import run_or_newest
 
-    async def work(store: "ObjectStore") -> list[RecordDetail]:
-        await get_run(run)
-        return await worst_records(store, run, limit)
+    async def work(store: "ObjectStore") -> tuple[str, list[RecordDetail]]:
+        name = (await run_or_newest(run)).id
+        return name, await worst_records(store, name, limit)
 
-    found = _with_store(work)
+    name, found = _with_store(work)
     if as_json:
         print(json.dumps([dataclasses.asdict(detail) for detail in found]))
         return
-    print("\n".join(render_record(detail) for detail in found) or f"run {run} has no scored record")
+    print("\n".join(render_record(detail) for detail in found) or f"run {name} has no scored record")
 
 
 @app.command()
@@ -114,7 +111,7 @@ def runs(as_json: JsonOption = False) -> None:
 
 @app.command()
 def audit(
-    run: Annotated[str, typer.Argument(help="Run id.")],
+    run: Annotated[str, typer.Argument(help="Run id; the newest run when not given.")] = "",
     logprobs: Annotated[
         int, typer.Option(min=0, help="Also recompute the logprobs of this many samples with their recorded policy.")
     ] = 0,
@@ -123,10 +120,12 @@ def audit(
     """Check that each row was trained exactly once, as sampled, and traces to its line; exit 1 if not."""
     from agentrl_runtime.lineage.audit import AuditReport, audit_run
     from agentrl_runtime.lineage.recompute import LogprobReport, recompute_logprobs
+    from agentrl_runtime.runs import run_or_newest
 
     async def work(store: "ObjectStore") -> tuple[AuditReport, LogprobReport | None]:
-        report = await audit_run(run, store)
-        return report, await recompute_logprobs(run, store, limit=logprobs) if logprobs else None
+        name = (await run_or_newest(run)).id
+        report = await audit_run(name, store)
+        return report, await recompute_logprobs(name, store, limit=logprobs) if logprobs else None
 
     report, recomputed = _with_store(work)
     if as_json:

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
 
-from pymongo.errors import DuplicateKeyError
+from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from agentrl_runtime.databases.base import Document, now, register_new_model
 from agentrl_runtime.errors import AgentRLError
@@ -16,7 +17,7 @@ from agentrl_runtime.processes import started_at
 
 
 class LockLost(AgentRLError):
-    """The lease ran out and another holder has it."""
+    """The lease ran out; another holder may have it."""
 
 
 @register_new_model
@@ -59,7 +60,7 @@ async def read_counter(name: str) -> int:
 
 
 class Lease:
-    """A held lock; `fence` is its fencing token. `lost` is set when a renewal finds another holder."""
+    """A held lock; `fence` is its fencing token. `lost` is set when it ran out or has another holder."""
 
     def __init__(self, name: str, token: str, fence: int) -> None:
         self.name, self.token, self.fence = name, token, fence
@@ -68,7 +69,10 @@ class Lease:
     def check(self) -> None:
         """Raise LockLost when the lease is no longer ours."""
         if self.lost.is_set():
-            raise LockLost(f"lock {self.name} was taken over by another process", mend="stop one of the two")
+            raise LockLost(
+                f"lock {self.name} ran out, or another process took it over",
+                mend="see that the database answers and that one process works for the run",
+            )
 
 
 def _this_process() -> str:
@@ -134,17 +138,31 @@ async def hold_lock(name: str, *, holder: str, ttl: float = 15.0, wait: float = 
         with contextlib.suppress(asyncio.CancelledError):
             await renewal
         # Expire it rather than delete it: the fence must go on growing.
-        await DistributedLock.get_pymongo_collection().update_one(
-            {"_id": name, "token": token}, {"$set": {"expires": datetime.fromtimestamp(0, tz=now().tzinfo)}}
-        )
+        try:
+            await DistributedLock.get_pymongo_collection().update_one(
+                {"_id": name, "token": token}, {"$set": {"expires": datetime.fromtimestamp(0, tz=now().tzinfo)}}
+            )
+        except PyMongoError as error:
+            print(f"{name} is left to run out: {str(error).split(',', 1)[0]}", file=sys.stderr, flush=True)
 
 
 async def _renew(lease: Lease, ttl: float) -> None:
+    """Outlives a database that is away for a while; gives the lease up when it ran out meanwhile."""
     locks = DistributedLock.get_pymongo_collection()
+    clock = asyncio.get_running_loop().time
+    renewed = clock()
     while not lease.lost.is_set():
         await asyncio.sleep(ttl / 3)
-        result = await locks.update_one(
-            {"_id": lease.name, "token": lease.token}, {"$set": {"expires": now() + timedelta(seconds=ttl)}}
-        )
+        asked = clock()
+        try:
+            result = await locks.update_one(
+                {"_id": lease.name, "token": lease.token}, {"$set": {"expires": now() + timedelta(seconds=ttl)}}
+            )
+        except PyMongoError as error:
+            print(f"{lease.name} is not renewed: {str(error).split(',', 1)[0]}", file=sys.stderr, flush=True)
+            if clock() - renewed > ttl:
+                lease.lost.set()
+            continue
+        renewed = asked
         if result.matched_count == 0:
             lease.lost.set()

@@ -11,6 +11,7 @@ from beanie.odm.queries.find import FindMany
 from agentrl_runtime.configs import AgentTrainingConfig
 from agentrl_runtime.connections import open_stores
 from agentrl_runtime.databases import (
+    Lease,
     PolicyVersion,
     Run,
     Shard,
@@ -98,7 +99,7 @@ class SamplingScheduler:
                 async with open_session(self.config, store, folder) as session:
                     engine = RolloutEngine(session, self.sampler_class)
                     async with engine.running():
-                        await self._work(run, session, engine, lease.lost)
+                        await self._work(run, session, engine, lease)
 
     async def _import_datasets(self) -> None:
         config = self.config
@@ -126,10 +127,10 @@ class SamplingScheduler:
             await asyncio.sleep(_STATE_SECONDS)
         return model.folder
 
-    async def _work(self, run: Run, session: SamplingSession, engine: RolloutEngine, lock_lost: asyncio.Event) -> None:
+    async def _work(self, run: Run, session: SamplingSession, engine: RolloutEngine, lease: Lease) -> None:
         async def stop_when_lost() -> None:
-            await lock_lost.wait()
-            raise AgentRLError(f"another rollout process took over run {run.id}", mend="stop one of the two")
+            await lease.lost.wait()
+            lease.check()
 
         async with asyncio.TaskGroup() as group:
             helpers = [group.create_task(stop_when_lost()), group.create_task(self._produce(run, session, engine))]

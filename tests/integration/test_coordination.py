@@ -4,8 +4,10 @@ import asyncio
 import socket
 import subprocess
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from pymongo.errors import AutoReconnect
 from synthetic import fresh
 
 from agentrl_runtime.databases import (
@@ -55,10 +57,57 @@ async def test_a_dead_holder_is_followed_and_its_lease_is_lost(store: ObjectStor
         stolen = {"token": "other", "holder": "quick"}
         await DistributedLock.get_pymongo_collection().update_one({"_id": name}, {"$set": stolen, "$inc": {"fence": 1}})
         await asyncio.wait_for(lease.lost.wait(), 10)
-        with pytest.raises(LockLost, match="taken over"):
+        with pytest.raises(LockLost, match="took it over"):
             lease.check()
     kept = await DistributedLock.get(name)
     assert kept is not None and (kept.token, kept.fence) == ("other", 2)
+
+
+class AwayDatabase:
+    """The locks' collection, whose updates fail while `away`."""
+
+    def __init__(self) -> None:
+        self.collection = DistributedLock.get_pymongo_collection()
+        self.away = False
+        self.failed = 0
+
+    async def update_one(self, *arguments: Any, **options: Any) -> Any:
+        if self.away:
+            self.failed += 1
+            raise AutoReconnect("the database is away")
+        return await self.collection.update_one(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collection, name)
+
+
+async def test_a_lease_outlives_a_database_that_is_away_for_a_while(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, away = fresh("lock"), AwayDatabase()
+    monkeypatch.setattr(DistributedLock, "get_pymongo_collection", lambda *_: away)
+    async with hold_lock(name, holder="patient", ttl=3.0) as lease:
+        away.away = True
+        while away.failed < 2:
+            await asyncio.sleep(0.05)
+        away.away = False
+        before = await DistributedLock.get(name)
+        await asyncio.sleep(1.5)
+        after = await DistributedLock.get(name)
+        assert before is not None and after is not None and after.expires > before.expires
+        lease.check()
+
+
+async def test_a_lease_that_ran_out_with_the_database_away_is_lost(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, away = fresh("lock"), AwayDatabase()
+    monkeypatch.setattr(DistributedLock, "get_pymongo_collection", lambda *_: away)
+    async with hold_lock(name, holder="cut off", ttl=0.6) as lease:
+        away.away = True
+        await asyncio.wait_for(lease.lost.wait(), 10)
+        with pytest.raises(LockLost, match="ran out"):
+            lease.check()
 
 
 async def test_a_lease_that_ran_out_is_taken_with_a_higher_fence(store: ObjectStore) -> None:

@@ -307,9 +307,10 @@ def test_commands(services: Endpoints, trained: Trained) -> None:
         f"show {trained.shards[0].id[:12]}",
         f"show {record}",
         f"show {name}",
-        "show runs",
         "runs",
+        "worst --limit 1",
         f"worst --run {name} --limit 2",
+        "audit",
         f"audit {name}",
     ):
         words = line.split()
