@@ -77,7 +77,7 @@ def chat_rl(
         eval_file=eval_file,
         num_generations=16,
         prompts_per_batch=8,
-        max_new_tokens=4,
+        max_new_tokens=8,
         max_prompt_tokens=256,
         inf_context_length=512,
         target_concurrency=128,
@@ -85,7 +85,7 @@ def chat_rl(
         preferred_sampling_params={"temperature": 1.0},
         max_policy_lag=1,
         eval_every=3,
-        learning_rate=5e-5,
+        learning_rate=3e-5,
         warmup_steps=3,
         # A group of equal scores teaches nothing and costs as much time as any other.
         drop_zero_advantage=True,

@@ -50,7 +50,7 @@ def _task(family: str, entry: dict[str, Any]) -> dict[str, Any]:
         "query": f"{question}\n{_INSTRUCTION}",
         "answer": entry["answer"],
         "scorer": "reasoning_gym",
-        "extra": {"dataset": family, "entry": entry},
+        "extra": {"dataset": family, "entry": entry, "extract": "last_number"},
     }
 
 

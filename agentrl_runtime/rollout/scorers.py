@@ -125,7 +125,8 @@ def reasoning_gym(task: ScoredTask, text: str) -> Score:
     """The published verifier of a Reasoning Gym dataset.
 
     The task's extra holds "dataset" and "entry" as the library gives them, or "source_dataset" and "metadata"
-    beside the task's own answer.
+    beside the task's own answer. With "extract": "last_number" the verifier gets the last number of the text
+    alone, or nothing when there is none; else it gets the whole text.
     """
     name, entry = task.extra.get("dataset"), task.extra.get("entry")
     if entry is None and "metadata" in task.extra:
@@ -136,6 +137,14 @@ def reasoning_gym(task: ScoredTask, text: str) -> Score:
             f'task {task.id} has no "extra" of the form {{"dataset": NAME, "entry": {{"question", "answer", ...}}}}',
             mend="write the entry as reasoning_gym gives it, with its metadata",
         )
+    extract = task.extra.get("extract")
+    if extract is not None and extract != "last_number":
+        raise AgentRLError(
+            f'task {task.id} has the extra "extract": {extract!r:.100}', mend='use "last_number", or leave it away'
+        )
+    detail: dict[str, Any] = {"scorer": "reasoning_gym", "dataset": name}
+    if extract:
+        text = detail["found"] = next(reversed(_numbers(text)), "")
     verify = _verifier(name, task.id)
     if name in _TUPLE_DATASETS:
         entry = {**entry, "metadata": _with_tuples(entry.get("metadata"))}
@@ -146,7 +155,7 @@ def reasoning_gym(task: ScoredTask, text: str) -> Score:
             f"reasoning_gym's verifier of {name} failed on task {task.id}: {type(error).__name__}: {error}",
             mend="see that the entry is whole, with its metadata",
         ) from error
-    return Score(float(value), {"scorer": "reasoning_gym", "dataset": name})
+    return Score(float(value), detail)
 
 
 # These compare grids as tuples, which JSON gives back as lists.

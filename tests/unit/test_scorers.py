@@ -1,5 +1,6 @@
 """Scorers: values, the errors that name task and record, and the registry."""
 
+import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ class TestReasoningGym:
 
     @pytest.fixture(autouse=True)
     def library(self) -> Any:
-        return pytest.importorskip("reasoning_gym")
+        return importlib.import_module("reasoning_gym")
 
     @pytest.mark.parametrize("name", ["leg_counting", "complex_arithmetic", "countdown", "rearc", "arc_agi"])
     def test_right_and_wrong(self, library: Any, name: str) -> None:
@@ -145,6 +146,29 @@ class TestReasoningGym:
         item = Item(entry["answer"], extra={"source_dataset": "gcd", "metadata": entry["metadata"]})
         assert get_scorer("reasoning_gym")(item, entry["answer"]).value == 1
         assert get_scorer("reasoning_gym")(item, "0").value < 0.5
+
+    @pytest.mark.parametrize(
+        ("text", "value", "found"),
+        [
+            ("7 + 3 = 10", 1.0, "10"),
+            ("The answer is 10.", 1.0, "10"),
+            ("10", 1.0, "10"),
+            ("10 = 7 + 3", 0.0, "3"),
+            ("100", 2 / 3, "100"),  # the library's own part for an answer that holds the right one
+            ("ten", 0.0, ""),
+        ],
+    )
+    def test_the_last_number_may_be_the_answer(self, text: str, value: float, found: str) -> None:
+        entry = {"question": "7 + 3 =", "answer": "10", "metadata": {}}
+        item = Item(extra={"dataset": "chain_sum", "entry": entry, "extract": "last_number"})
+        score = get_scorer("reasoning_gym")(item, text)
+        assert score.value == pytest.approx(value) and score.detail["found"] == found
+
+    def test_unknown_extraction_names_the_task(self) -> None:
+        entry = {"question": "7 + 3 =", "answer": "10", "metadata": {}}
+        item = Item(extra={"dataset": "chain_sum", "entry": entry, "extract": ["last"]})
+        with pytest.raises(AgentRLError, match=r"task_7 has the extra \"extract\": \['last'\]"):
+            get_scorer("reasoning_gym")(item, "10")
 
     @pytest.mark.parametrize(
         "extra",
