@@ -1,7 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real dev down lint format types test test-kills chromium
+.PHONY: help setup demo demo-real dev down lint format types test chromium
 AGENTRL := .venv/bin/agentrl
 ARGS ?=
+SHARE := -n auto --maxprocesses 4 --dist loadfile
 
 help:  ## Show what there is to run
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,13 +31,11 @@ lint: setup types  ## Lint, format and types
 types: setup  ## Type check
 	@.venv/bin/mypy
 
-# One process a room: the database client of a long-lived server belongs to one event loop.
+# One process a room: the database client of a long-lived server belongs to one event loop. The first two rooms
+# are shared out over the cores, each worker with stores of its own.
 test: chromium setup lint  ## Lint, types and every test
-	@set -e; for room in unit integration sglang browser; do \
+	@set -e; for room in "unit $(SHARE)" "integration $(SHARE)" sglang browser demo; do \
 	  echo "== tests/$$room"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/$$room $(ARGS); done
-
-test-kills: setup  ## Kill every process of a small demo once, and check its ledger (about six minutes)
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/demo $(ARGS)
 
 chromium:
 	@command -v chromium >/dev/null || { echo "error: the browser tests need chromium" >&2; \

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -16,11 +18,56 @@ from agentrl_runtime.ids import is_run_id
 #: Connection strings carry passwords: they are resolved on each machine and never stored with a run.
 SECRET_FIELDS = frozenset({"db_connection_string", "oss_connection_string"})
 
+#: SGLang's sampling parameters of /generate that a caller may set. Several answers to one request are several calls.
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "custom_params",
+        "ebnf",
+        "frequency_penalty",
+        "ignore_eos",
+        "json_schema",
+        "logit_bias",
+        "max_new_tokens",
+        "min_new_tokens",
+        "min_p",
+        "no_stop_trim",
+        "presence_penalty",
+        "regex",
+        "repetition_penalty",
+        "sampling_seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_regex",
+        "stop_token_ids",
+        "structural_tag",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+
+
+def sampling_fault(parameters: Mapping[str, Any]) -> str:
+    """What is wrong with these sampling parameters; empty when nothing is."""
+    unknown = sorted(parameters.keys() - SAMPLING_PARAMETERS)
+    if unknown:
+        return f"{unknown[0]} is no sampling parameter; there are {', '.join(sorted(SAMPLING_PARAMETERS))}"
+    for name, value in parameters.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value}"
+    temperature = parameters.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature < 0:
+        return f"temperature is {temperature!r:.50}; it is a number of 0 or more"
+    return ""
+
 
 class AgentTrainingConfig(BaseSettings):
     """Everything one run (one experiment) depends on."""
 
-    model_config = SettingsConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = SettingsConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     run_id: str = Field("run", description="Name of the experiment; begins every id that it makes.")
     stage: Literal["sft", "rl"] = Field(
@@ -130,6 +177,13 @@ class AgentTrainingConfig(BaseSettings):
     def _run_id_has_the_form(cls, value: str) -> str:
         if not is_run_id(value):
             raise ValueError("use lower-case letters, digits and hyphens, beginning with a letter or digit")
+        return value
+
+    @field_validator("preferred_sampling_params")
+    @classmethod
+    def _sampling_is_known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if fault := sampling_fault(value):
+            raise ValueError(fault)
         return value
 
     @field_validator("oss_connection_string")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from agentrl_runtime import ids
-from agentrl_runtime.configs import AgentTrainingConfig
+from agentrl_runtime.configs import AgentTrainingConfig, sampling_fault
 from agentrl_runtime.databases import Record, Task, TrajectoryBatch, now
 from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.rollout.queue import MAX_TRIES, claim, kept_alive
@@ -156,8 +156,10 @@ class AsyncSampler(ABC):
 
         The ids that the server sampled, their log-probabilities and the policy versions that sampled them are
         stored. A restarting server is waited for. Raises RecordFailed when the prompt is too long, or when the
-        task has images.
+        task has images, and AgentRLError for an argument that is no sampling parameter.
         """
+        if fault := sampling_fault(sampling):
+            raise AgentRLError(f"create_chat_completions: {fault}", mend="leave the argument out")
         if self.task.images:
             raise RecordFailed(f"task {self.task.id} has images, and the policy reads text only")
         prompt_ids = self.conversation.prompt_ids(messages)

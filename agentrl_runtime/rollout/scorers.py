@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from agentrl_runtime.errors import AgentRLError
 
 DEFAULT_SCORER = "exact"
+LARGEST_SCORE = 1e12  # statistics of a group square scores, in places in float32
 WORDY_NUMBER = 0.6  # the right number, with other text around it
 
 # A sign after a word or a bracket is an operator: "10-3" ends with the number 3.
@@ -68,17 +69,20 @@ def get_scorer(name: str) -> Scorer:
 
 
 def checked_score(value: object, record_id: str) -> float:
-    """The value as a finite float; a bool counts as 0 or 1. Raises AgentRLError, which names the record."""
+    """The value as a float of at most LARGEST_SCORE in size; a bool counts as 0 or 1.
+
+    Raises AgentRLError, which names the record.
+    """
     number = math.nan
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST_SCORE:
         raise AgentRLError(
-            f"record {record_id} was scored {value!r:.100}, which is no finite number",
-            mend="let the scorer return a finite number for every text",
+            f"record {record_id} was scored {value!r:.100}, which is no number of at most {LARGEST_SCORE:g} in size",
+            mend="let the scorer return such a number for every text",
         )
     return number
 

@@ -88,7 +88,9 @@ class Conversation:
                 f"a reply to a prompt of {len(prompt_list)} tokens which this conversation did not give out",
                 mend="pass the ids that prompt_ids returned, unchanged",
             )
-        reply, turn = self._normalised(message, len(prompt.turns))
+        # What was sampled stands as it is, whatever it spells; only rendering it again can be refused.
+        reply = _Cleaner(frozenset()).message(message, len(prompt.turns))
+        turn = _turn(reply)
         texts = [self._decode(output)]
         if output and output[-1] in self._special_ids:
             # The template may not write the token that ended sampling.
@@ -146,18 +148,38 @@ def rendered_prompt(tokenizer: Any, messages: Sequence[Message], control: frozen
 
 
 def render(tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-    """The chat template's text of messages in their normal form. Raises AgentRLError when it cannot take them."""
-    from jinja2 import TemplateError
+    """The chat template's text of messages in their normal form.
 
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, ValueError, TypeError) as error:
-        roles = ", ".join(message["role"] for message in messages)
+    Raises AgentRLError when it cannot take them, or leaves their tool calls out.
+    """
+    roles = ", ".join(message["role"] for message in messages)
+    calls = any("tool_calls" in message for message in messages)
+    text, error = _applied(tokenizer, messages, tools)
+    if text is None:
         raise AgentRLError(
             f"the chat template cannot render the messages ({roles}): {error}",
             mend="change the messages, or take a model whose chat template takes them",
         ) from error
+    if calls:
+        without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        if _applied(tokenizer, without, tools)[0] == text:
+            raise AgentRLError(
+                f"the chat template leaves out the tool calls of the messages ({roles})",
+                mend="write the calls into the messages' content, or take a model whose chat template writes them",
+            )
     return text
+
+
+def _applied(
+    tokenizer: Any, messages: list[Message], tools: list[dict[str, Any]] | None
+) -> tuple[str, None] | tuple[None, Exception]:
+    """The template's text, or why it gives none."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False), None
+    except (TemplateError, ValueError, TypeError) as error:
+        return None, error
 
 
 def _turn(message: Message) -> str:

@@ -1,5 +1,6 @@
 """The config: refused with the field's name, the same through YAML, never with secrets, and documented."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ MODEL = {"model_name_or_path": "model"}
         ({**MODEL, "run_id": "Demo 1"}, "run_id"),
         ({**MODEL, "num_generations": 0}, "num_generations"),
         ({**MODEL, "inf_mem_ratio": 1.5}, "inf_mem_ratio"),
+        ({**MODEL, "epsilon": math.inf}, "epsilon"),
+        ({**MODEL, "adv_scaling": math.inf}, "adv_scaling"),
+        ({**MODEL, "preferred_sampling_params": {"temperature": math.nan}}, "temperature is nan"),
+        ({**MODEL, "preferred_sampling_params": {"temperature": "hot"}}, "temperature is 'hot'"),
+        ({**MODEL, "preferred_sampling_params": {"top_p": 0.9, "n": 4}}, "n is no sampling parameter"),
         ({**MODEL, "stage": "sft"}, "loss_calculater"),
         ({**MODEL, "loss_calculater": "CrossEntropy"}, "loss_calculater"),
         ({**MODEL, "oss_connection_string": "ftp://x"}, "oss_connection_string"),

@@ -271,6 +271,22 @@ def test_template_error_names_the_roles() -> None:
         Conversation(made).prompt_ids([USER, MORE])
 
 
+def test_a_template_that_leaves_tool_calls_out_is_refused(plain: Any) -> None:
+    messages = [USER, said("", tool_calls=[call({"city": "Oslo"})])]
+    with pytest.raises(AgentRLError, match=r"leaves out the tool calls of the messages \(user, assistant\)"):
+        Conversation(plain).prompt_ids(messages)
+
+
+def test_a_reply_that_spells_a_control_token_is_kept_and_refused_only_when_it_comes_again(chatml: Any) -> None:
+    conversation = Conversation(chatml)
+    prompt = conversation.prompt_ids([USER])
+    reply = said("2<|im_end|>")
+    conversation.add_reply(prompt, [*encode(chatml, "2<|"), *encode(chatml, "im_end|>")], reply)
+    assert conversation.prompt_ids([USER]) == prompt
+    with pytest.raises(AgentRLError, match="control token"):
+        conversation.prompt_ids([USER, reply, MORE])
+
+
 @pytest.mark.parametrize("messages", [[], [{"content": "a"}], [{"role": None, "content": "a"}]])
 def test_messages_without_a_role_are_refused(chatml: Any, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(AgentRLError):
