@@ -37,6 +37,8 @@ test: chromium setup lint  ## Lint, types and every test
 	@set -e; for room in "unit $(SHARE)" "integration $(SHARE)" sglang browser demo; do \
 	  echo "== tests/$$room"; OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/$$room $(ARGS); done
 
+# Root on Debian and Ubuntu gets it installed; anyone else is told how.
 chromium:
-	@command -v chromium >/dev/null || { echo "error: the browser tests need chromium" >&2; \
-	  echo "mend: sudo apt-get install chromium" >&2; exit 1; }
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q chromium; } || { \
+	  echo "error: the browser tests need chromium" >&2; echo "mend: sudo apt-get install chromium" >&2; exit 1; }

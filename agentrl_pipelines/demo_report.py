@@ -64,9 +64,11 @@ def write_report(plan: DemoPlan, stages: dict[str, float], seconds: float, house
 
 
 def _trained_sample(db: Any, version: str) -> str | None:
-    """A sample that the version's own steps trained on."""
+    """A sample that the version's own steps trained on, one that moved the policy where there is one."""
     shard_ids = db["policy_versions"].find_one({"_id": version}, {"shard_ids": 1})["shard_ids"]
-    found = db["samples"].find_one({"shard_id": {"$in": shard_ids}}, {"sample_id": 1})
+    own = {"shard_id": {"$in": shard_ids}}
+    found = db["samples"].find_one(own | {"advantage": {"$ne": 0.0}}, {"sample_id": 1})
+    found = found or db["samples"].find_one(own, {"sample_id": 1})
     return str(found["sample_id"]) if found else None
 
 

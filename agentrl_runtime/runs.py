@@ -64,13 +64,13 @@ async def ensure_run(config: AgentTrainingConfig) -> Run:
 async def get_run(run_id: str) -> Run:
     found = await Run.get(run_id)
     if found is None:
-        raise AgentRLError(f"there is no run {run_id}", mend="`agentrl lineage runs` lists them")
+        raise AgentRLError(f"there is no run {run_id!r:.100}", mend="`agentrl lineage runs` lists them")
     return found
 
 
-async def run_or_newest(run_id: str) -> Run:
-    """The run of this id; for an empty id, the run created last. Raises AgentRLError when there is none."""
-    if run_id:
+async def run_or_newest(run_id: str | None) -> Run:
+    """The run of this id; without one, the run created last. Raises AgentRLError when there is none."""
+    if run_id is not None:
         return await get_run(run_id)
     found = await Run.find_all().sort("-created").first_or_none()
     if found is None:

@@ -72,7 +72,7 @@ async def _shown(store: "ObjectStore", text: str) -> Any:
 
 @app.command()
 def worst(
-    run: Annotated[str, typer.Option(help="Run id; the newest run when not given.")] = "",
+    run: Annotated[str | None, typer.Option(help="Run id; the newest run when not given.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Records shown.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,7 +111,7 @@ def runs(as_json: JsonOption = False) -> None:
 
 @app.command()
 def audit(
-    run: Annotated[str, typer.Argument(help="Run id; the newest run when not given.")] = "",
+    run: Annotated[str | None, typer.Argument(help="Run id; the newest run when not given.")] = None,
     logprobs: Annotated[
         int, typer.Option(min=0, help="Also recompute the logprobs of this many samples with their recorded policy.")
     ] = 0,

@@ -81,9 +81,9 @@ def shard_node(shard: Document) -> Node:
 
 
 def batch_node(batch: Document) -> Node:
-    facts = known(
-        dataset=batch["dataset"], split=batch["split"], epoch=batch["epoch"], status=batch["status"], **batch["stats"]
-    )
+    facts = known(dataset=batch["dataset"], split=batch["split"], epoch=batch["epoch"], status=batch["status"])
+    # The statistics have a status too: how many records ended how.
+    facts |= known(**{{"status": "outcomes"}.get(name, name): value for name, value in batch["stats"].items()})
     return Node("batch", batch["_id"], f"{batch['expected_records']} records of {len(batch['task_ids'])} tasks", facts)
 
 

@@ -37,6 +37,8 @@ _MODELS: dict[str, Any] = {
     "run": Run,
 }
 _MOST_NAMED = 5
+_MOST_FOUND = 200
+_LONGEST_ID = 200
 _STATISTICS = ("loss", "ratio_mean", "clipped_fraction", "staleness_mean", "staleness_max", "tokens")
 
 
@@ -57,21 +59,24 @@ async def resolve(text: str) -> tuple[str, str]:
     Raises AgentRLError when nothing, or more than one thing, has it.
     """
     text = text.strip().split("@", 1)[0] if text.startswith("smp_") else text.strip()
-    for kind, field, model in _places(text):
+    shown = text if text.isprintable() and 0 < len(text) <= _LONGEST_ID else repr(text[:_LONGEST_ID])
+    places = _places(text) if 0 < len(text) <= _LONGEST_ID else []
+    for kind, field, model in places:
         if await model.get_pymongo_collection().find_one({field: text}, {"_id": 1}) is not None:
             return kind, text
     found: list[tuple[str, str]] = []
-    for kind, field, model in _places(text):
+    for kind, field, model in places:
         begins = {field: {"$regex": f"^{re.escape(text)}"}}
-        cursor = model.get_pymongo_collection().find(begins, {field: 1}).limit(200)
+        cursor = model.get_pymongo_collection().find(begins, {field: 1}).limit(_MOST_FOUND)
         found += [(kind, name) for name in dict.fromkeys([item[field] async for item in cursor])]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(name for _, name in found[:_MOST_NAMED]) + (", ..." if len(found) > _MOST_NAMED else "")
-        raise AgentRLError(f"{text} begins {len(found)} ids: {names}", mend="give more of the id")
+        count = len(found) if len(found) < _MOST_FOUND else f"{_MOST_FOUND} or more"
+        raise AgentRLError(f"{shown} begins {count} ids: {names}", mend="give more of the id")
     raise AgentRLError(
-        f"nothing has the id {text}",
+        f"nothing has the id {shown}",
         mend="check it, and that AGENTRL_HOME or AGENTRL_MONGO_URI is right; `agentrl lineage runs` lists runs",
     )
 

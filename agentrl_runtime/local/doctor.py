@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from agentrl_runtime.errors import AgentRLError
 from agentrl_runtime.local.endpoints import state_file
 from agentrl_runtime.local.services import status
 from agentrl_runtime.processes import stray_processes
@@ -112,11 +113,15 @@ def _modes(folder: Path) -> Finding:
 
 
 def _stores(folder: Path) -> list[Finding]:
+    try:
+        found = status(folder)
+    except AgentRLError as error:
+        return [Finding("stores", "fail", error.what, error.mend)]
     return [
         Finding(
             item.name, "ok" if item.ok else "fail", f"{item.address} {item.detail}", "" if item.ok else "`agentrl up`"
         )
-        for item in status(folder)
+        for item in found
     ]
 
 

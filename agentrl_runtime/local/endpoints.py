@@ -35,16 +35,32 @@ def state_file(folder: Path) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `agentrl up` recorded; empty when it was never run here."""
+    """What `agentrl up` recorded; empty when it was never run here. Raises AgentRLError when it is damaged."""
+    path = state_file(folder)
     try:
-        state: dict[str, Any] = json.loads(state_file(folder).read_text())
+        state: Any = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except OSError as error:
         raise AgentRLError(
-            f"{state_file(folder)} is damaged", mend="restore it from a copy: it holds the stores' keys"
+            f"{path} cannot be read: {error.strerror}", mend="set AGENTRL_HOME to a folder of your own"
         ) from None
-    return state
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or not all(map(_is_service, state.values())):
+        raise AgentRLError(
+            f"{path} is damaged",
+            mend="run `agentrl down`, move the file away, then `agentrl up`: it makes new keys and keeps the data",
+        )
+    return dict(state)
+
+
+def _is_service(recorded: object) -> bool:
+    """Whether it has the form in which `up` records a store, started or not."""
+    if not isinstance(recorded, dict):
+        return False
+    started = isinstance(recorded.get("started"), int | float) if "pid" in recorded else True
+    return started and isinstance(recorded.get("pid", 0), int) and isinstance(recorded.get("url", ""), str)
 
 
 def resolve_endpoints() -> Endpoints:

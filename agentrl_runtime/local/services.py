@@ -61,10 +61,14 @@ def up(folder: Path) -> Endpoints:
 def down(folder: Path) -> list[str]:
     """Stop the embedded services of this folder; returns the names of those that ran."""
     stopped: list[str] = []
-    if not folder.is_dir():
+    if not folder.exists():
         return stopped
     with _owner(folder):
-        state = read_state(folder)
+        try:
+            state = read_state(folder)
+        except AgentRLError as error:
+            print(f"{error.what}: what runs here is stopped all the same", file=sys.stderr)
+            state = {}
         for name in ("s3", "mongo"):
             recorded = state.get(name, {})
             running = {recorded["pid"]} if _alive(recorded) else set()
@@ -125,6 +129,8 @@ def _save(folder: Path, state: dict[str, Any]) -> None:
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w") as file:
         json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(target)
 
 

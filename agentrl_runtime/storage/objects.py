@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from minio.error import S3Error
 from agentrl_runtime.errors import AgentRLError
 
 _CHUNK = 1 << 20
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 def sha256_of_file(path: Path) -> str:
@@ -40,6 +42,11 @@ class ObjectStore:
             raise AgentRLError(
                 "the object store's URL lacks its host, key, secret or bucket",
                 mend="use minio://key:secret@host:port/bucket?secure=false",
+            )
+        if not _BUCKET.fullmatch(parts.path.strip("/")):
+            raise AgentRLError(
+                f"the object store's URL names the bucket {parts.path.strip('/')!r:.100}",
+                mend="use 3 to 63 lower-case letters, digits, dots and hyphens, a letter or digit at both ends",
             )
         secure = parse_qs(parts.query).get("secure", [""])[0].lower() in {"1", "true", "yes"}
         self.address = f"{parts.hostname}:{port}" if port else parts.hostname

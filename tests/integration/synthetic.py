@@ -24,6 +24,7 @@ from agentrl_runtime.databases import (
     now,
 )
 from agentrl_runtime.ids import batch_id, call_id, record_id, step_id, version_id
+from agentrl_runtime.rollout.batches import finish_batch
 from agentrl_runtime.rollout.task_files import import_task_file
 from agentrl_runtime.runs import ensure_run
 from agentrl_runtime.storage import ObjectStore
@@ -82,13 +83,11 @@ async def make_batch(
         epoch=0,
         task_ids=[task.id for task in tasks],
         expected_records=len(attempts),
-        status="complete",
-        ended=now(),
     )
     await batch.insert()
     for attempt in attempts:
         await _insert_attempt(store, run, batch, tasks[attempt.task].id, attempt, oss)
-    return batch
+    return await finish_batch(batch)
 
 
 async def _insert_attempt(

@@ -304,6 +304,10 @@ def test_commands(services: Endpoints, trained: Trained) -> None:
     for line in (
         f"trace {trained.versions[1].id}",
         f"impact {trained.tasks[0].id}",
+        f"trace {trained.batches[0].id}",
+        f"impact {trained.batches[0].id}",
+        f"trace {trained.shards[0].id}",
+        f"impact {trained.shards[0].id}",
         f"show {trained.shards[0].id[:12]}",
         f"show {record}",
         f"show {name}",
@@ -317,5 +321,10 @@ def test_commands(services: Endpoints, trained: Trained) -> None:
         plain, as_json = run.invoke(app, words), run.invoke(app, [*words, "--json"])
         assert plain.exit_code == 0 and plain.stdout, (words, plain.exception)
         assert json.loads(as_json.stdout) is not None
+    for nothing in ("", "a" * 5000, "a\nb", "smp_$"):
+        refused = run.invoke(app, ["trace", nothing])
+        assert isinstance(refused.exception, AgentRLError) and len(refused.exception.what) < 300
+        assert "\n" not in refused.exception.what
+    assert isinstance(run.invoke(app, ["audit", ""]).exception, AgentRLError)
     missing = run.invoke(app, ["trace", "smp_nothing"])
     assert missing.exit_code == 1 and isinstance(missing.exception, AgentRLError)

@@ -269,14 +269,47 @@ def test_a_home_that_cannot_be_made(tmp_path: Path) -> None:
     assert "AGENTRL_HOME" in run.stderr
 
 
-def test_a_damaged_state_is_not_overwritten(fresh: Path) -> None:
-    fresh.mkdir()
-    (fresh / "services.json").write_text("{half")
-    run = agentrl(fresh, "up")
-    assert run.returncode == 1
-    assert f"{fresh / 'services.json'} is damaged" in run.stderr
-    assert (fresh / "services.json").read_text() == "{half"
+@pytest.mark.parametrize("content", ["{half", "[]", "null", '{"mongo": 5}', '{"s3": {"pid": 1}}', '{"s3": {"url": 7}}'])
+def test_a_damaged_state_is_not_overwritten(fresh: Path, content: str) -> None:
+    fresh.mkdir(exist_ok=True)
+    (fresh / "services.json").write_text(content)
+    with pytest.raises(AgentRLError, match=r"services\.json is damaged"):
+        services.up(fresh)
+    with pytest.raises(AgentRLError, match=r"services\.json is damaged"):
+        services.status(fresh)
+    assert (fresh / "services.json").read_text() == content
     (fresh / "services.json").unlink()
+
+
+def test_stores_whose_state_is_damaged_are_stopped_and_keep_their_data_under_new_keys(own: Path) -> None:
+    def marks() -> Any:
+        return pymongo.MongoClient(read_state(own)["mongo"]["url"]).get_default_database()["marks"]
+
+    services.up(own)
+    marks().insert_one({"_id": "before"})
+    digest = ObjectStore(read_state(own)["s3"]["url"]).put(b"kept")
+    old = read_state(own)
+    (own / "services.json").write_text("{half")
+    assert sorted(services.down(own)) == ["mongo", "s3"]
+    (own / "services.json").unlink()
+    services.up(own)
+    new = read_state(own)
+    assert new["mongo"]["password"] != old["mongo"]["password"]
+    assert marks().find_one({"_id": "before"}) is not None
+    assert ObjectStore(new["s3"]["url"]).get(digest) == b"kept"
+
+
+def test_a_home_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in ("up", "down", "status"):
+        run = agentrl(tmp_path / "file", command)
+        assert run.returncode == 1 and "Traceback" not in run.stderr and "AGENTRL_HOME" in run.stderr
+
+
+@pytest.mark.parametrize("bucket", ["b", "Upper", "a_b", "-ab"])
+def test_a_bucket_name_that_s3_refuses(bucket: str) -> None:
+    with pytest.raises(AgentRLError, match="names the bucket"):
+        ObjectStore(f"minio://key:secret@127.0.0.1:1/{bucket}?secure=false")
 
 
 def test_doctor_tells_what_is_wrong(own: Path, fresh: Path) -> None:

@@ -54,6 +54,8 @@ def start(checkout: Path, **environment: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A test run in the background may have been given an ignored SIGINT, which a shell cannot trap.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
