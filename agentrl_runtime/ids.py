@@ -24,7 +24,7 @@ _PATTERNS: list[tuple[re.Pattern[str], Kind]] = [
 def derived_id(prefix: str, *parts: object) -> str:
     """`prefix` + 24 hex digits of the SHA-256 of the parts, separated so that no two lists collide."""
     text = "\x1f".join(str(part) for part in parts)
-    return prefix + hashlib.sha256(text.encode()).hexdigest()[:24]
+    return prefix + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:24]
 
 
 def record_id(batch_id: str, task_id: str, attempt: int) -> str:
