@@ -81,11 +81,15 @@ class AwayDatabase:
         return getattr(self.collection, name)
 
 
-async def test_a_lease_outlives_a_database_that_is_away_for_a_while(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, away = fresh("lock"), AwayDatabase()
-    monkeypatch.setattr(DistributedLock, "get_pymongo_collection", lambda *_: away)
+@pytest.fixture
+def away(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> AwayDatabase:
+    database = AwayDatabase()
+    monkeypatch.setattr(DistributedLock, "get_pymongo_collection", lambda *_: database)
+    return database
+
+
+async def test_a_lease_outlives_a_database_that_is_away_for_a_while(away: AwayDatabase) -> None:
+    name = fresh("lock")
     async with hold_lock(name, holder="patient", ttl=3.0) as lease:
         away.away = True
         while away.failed < 2:
@@ -98,12 +102,8 @@ async def test_a_lease_outlives_a_database_that_is_away_for_a_while(
         lease.check()
 
 
-async def test_a_lease_that_ran_out_with_the_database_away_is_lost(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, away = fresh("lock"), AwayDatabase()
-    monkeypatch.setattr(DistributedLock, "get_pymongo_collection", lambda *_: away)
-    async with hold_lock(name, holder="cut off", ttl=0.6) as lease:
+async def test_a_lease_that_ran_out_with_the_database_away_is_lost(away: AwayDatabase) -> None:
+    async with hold_lock(fresh("lock"), holder="cut off", ttl=0.6) as lease:
         away.away = True
         await asyncio.wait_for(lease.lost.wait(), 10)
         with pytest.raises(LockLost, match="ran out"):

@@ -121,7 +121,9 @@ def test_checked_score(value: object, wanted: float) -> None:
     assert checked == wanted and type(checked) is float
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200, -1e39, None, "1", 10**400, [1]])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e200, -1e39, None, "1", 10**400, [1], np.float64("nan")]
+)
 def test_checked_score_names_the_record(value: object) -> None:
     with pytest.raises(AgentRLError, match="record rec_1"):
         checked_score(value, "rec_1")
